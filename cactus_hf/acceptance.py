@@ -1,0 +1,277 @@
+"""Acceptance rules: when a drafted token is kept, and what replaces it when it is not.
+
+A rule looks at one position. `q` is the target's law there and `p` the draft's, both after the user's logits processors;
+`n` is the drafted token, a draw from `p`. A rule is a frozen dataclass of its parameters with two pure functions:
+
+* `accept`: the probability of keeping `n`, from a few scalars of the position;
+* `residual`: the weights over the vocabulary from which a replacement is drawn once `n` has been rejected.
+
+Whatever the rule, the token after a draft kept in full is drawn from the target alone. `verify.py` puts the two functions
+to work; `law.py` gives the law of what comes out.
+
+Papers: Cactus, arXiv 2604.04987; speculative sampling, arXiv 2211.17192 and 2302.01318; typical acceptance, arXiv
+2401.10774; mixture, arXiv 2604.07622. Some of them call the target `p`; here the target is `q` throughout.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .parameters import Parameter, check_delta, check_parameter, per_row
+
+
+class Drafted(NamedTuple):
+    """What a rule may know of drafted tokens: scalars, all of one shape (`[B, m]` in `accept`, `[B]` in `residual`)."""
+
+    target_prob: Tensor  # q_n
+    draft_prob: Tensor  # p_n; 1 if the draft gives token ids without probabilities
+    entropy: Tensor | None = None  # of the target's row, in nats; there if the rule needs "entropy"
+    rank: Tensor | None = None  # number of tokens strictly more likely to the target; there if the rule needs "rank"
+
+
+class AcceptanceRule(ABC):
+    """
+    Base of the acceptance rules; a new one is a subclass under `@dataclass(frozen=True, eq=False)`.
+
+    Parameters may be one number, or a tensor `[B]` with one value a row.
+
+    Class attributes:
+        needs (`frozenset[str]`):
+            The optional fields of [`Drafted`] that `accept` reads. Each costs a pass over the target's rows.
+        shares_residual (`bool`):
+            Whether `residual` is the same whichever token was rejected. [`emitted_law`] relies on it.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    shares_residual: ClassVar[bool] = False
+
+    @abstractmethod
+    def accept(self, drafted: Drafted) -> Tensor:
+        """The probability, in [0, 1], of keeping each drafted token."""
+
+    @abstractmethod
+    def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
+        """Weights `[B, V]`, of any sum, of the token that replaces a rejected one. Where they sum to 0, q is used."""
+
+    def raised_prob(self, drafted: Drafted) -> Tensor:
+        """The probability of `n` in the law aimed at once `n` is known: q_n, unless the rule raises it."""
+        return drafted.target_prob
+
+    # The equality of dataclasses would ask a tensor for one truth value.
+    def _key(self) -> tuple[Any, ...]:
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        return (type(self), *(tuple(value.tolist()) if isinstance(value, Tensor) else value for value in values))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AcceptanceRule) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+@dataclass(frozen=True, eq=False)
+class Cactus(AcceptanceRule):
+    """
+    Cactus: speculative sampling towards the target with the drafted token raised from q_n to gamma_n.
+
+    Given `n`, the law aimed at is h_n = gamma_n and h_i = s q_i for i != n, with s = (1 - gamma_n) / (1 - q_n): the one that
+    keeps `n` most often among the laws near the target (Theorem 2, Corollary 5). KL(h || q) is at most ln(1 + 2 delta)
+    nats. As h changes with `n`, the law emitted is yet another one: see [`emitted_law`].
+
+    Args:
+        delta (`float` or `Tensor` of shape `[B]`):
+            Budget in nats. 0 is speculative sampling, exactly; `inf` keeps every token that the target can emit.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from cactus_hf.acceptance import Cactus, Drafted
+    >>> drafted = Drafted(target_prob=torch.tensor([0.2]), draft_prob=torch.tensor([0.8]))
+    >>> Cactus(delta=0.5).accept(drafted)  # gamma / p = (0.2 + sqrt(2 * 0.5 * 0.2 * 0.8)) / 0.8
+    tensor([0.7500])
+
+    ```
+    """
+
+    delta: Parameter
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "delta", check_delta(self.delta))
+
+    def raised_prob(self, drafted: Drafted) -> Tensor:
+        return _taylor_gamma(drafted.target_prob, per_row(self.delta, drafted.target_prob))
+
+    def accept(self, drafted: Drafted) -> Tensor:
+        return _ratio(self.raised_prob(drafted), drafted.draft_prob)
+
+    def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
+        # (h - p)_+. It is 0 at n without a special case: s q_n <= q_n <= gamma_n, and n is rejected only if gamma_n < p_n.
+        scale = scale_of_others(self.raised_prob(drafted), drafted.target_prob)
+        return (scale.unsqueeze(-1) * target_probs - draft_probs).clamp(min=0)
+
+
+@dataclass(frozen=True, eq=False)
+class SpeculativeSampling(AcceptanceRule):
+    """Lossless speculative sampling: whatever the draft, the law emitted is the target's."""
+
+    shares_residual: ClassVar[bool] = True
+
+    def accept(self, drafted: Drafted) -> Tensor:
+        return _ratio(drafted.target_prob, drafted.draft_prob)
+
+    def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
+        return (target_probs - draft_probs).clamp(min=0)
+
+
+@dataclass(frozen=True, eq=False)
+class TypicalAcceptance(AcceptanceRule):
+    """
+    Typical acceptance: keep a token that is likely enough for how uncertain the target is.
+
+    `n` is kept if q_n > min(epsilon, alpha exp(-H(q))), or if q_n = 1. The draft's probabilities play no part.
+
+    Args:
+        epsilon (`float` or `Tensor` of shape `[B]`, *optional*, defaults to 0.09):
+            A probability above it is always enough.
+        alpha (`float` or `Tensor` of shape `[B]`, *optional*, defaults to 0.3):
+            Factor on exp(-H(q)), H in nats.
+        recovery (`str`, *optional*, defaults to `"argmax"`):
+            What replaces a rejected token: `"argmax"`, the target's most likely one (lowest id on ties), or `"sample"`, a draw
+            from the target.
+    """
+
+    epsilon: Parameter = 0.09
+    alpha: Parameter = 0.3
+    recovery: str = "argmax"
+
+    needs: ClassVar[frozenset[str]] = frozenset({"entropy"})
+    shares_residual: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "epsilon", check_parameter("epsilon", self.epsilon, lambda x: x > 0, "above 0"))
+        object.__setattr__(self, "alpha", check_parameter("alpha", self.alpha, lambda x: x > 0, "above 0"))
+        if self.recovery not in ("argmax", "sample"):
+            raise ValueError(f'`recovery` must be "argmax" or "sample"; got {self.recovery!r}.')
+
+    def accept(self, drafted: Drafted) -> Tensor:
+        target_prob = drafted.target_prob
+        typical = per_row(self.alpha, target_prob) * torch.exp(-cast(Tensor, drafted.entropy))
+        is_kept = (target_prob > typical.clamp(max=per_row(self.epsilon, target_prob))) | (target_prob == 1)
+        return is_kept.to(target_prob.dtype)
+
+    def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
+        if self.recovery == "sample":
+            return target_probs
+        return torch.zeros_like(target_probs).scatter(-1, target_probs.argmax(-1, keepdim=True), 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class TopK(AcceptanceRule):
+    """
+    Keep a token that is among the target's `k` most likely; replace any other by a draw from the target.
+
+    Args:
+        k (`int` or integer `Tensor` of shape `[B]`, *optional*, defaults to 5):
+            A token as likely as the k-th counts too; one that the target cannot emit never does.
+    """
+
+    k: Parameter = 5
+
+    needs: ClassVar[frozenset[str]] = frozenset({"rank"})
+    shares_residual: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "k", check_parameter("k", self.k, lambda x: x >= 1, "above 0", is_integer=True))
+
+    def accept(self, drafted: Drafted) -> Tensor:
+        rank = cast(Tensor, drafted.rank)
+        is_kept = (rank < per_row(self.k, rank)) & (drafted.target_prob > 0)
+        return is_kept.to(drafted.target_prob.dtype)
+
+    def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
+        return target_probs
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture(AcceptanceRule):
+    """
+    Emit exactly the mixture v = weight q + (1 - weight) p.
+
+    This rule alone can emit tokens that the target's top-k or top-p has removed: v is positive wherever the draft is.
+
+    Args:
+        weight (`float` or `Tensor` of shape `[B]`):
+            Weight of the **target**, between 0 and 1, both excluded; transformers calls it `assistant_ensemble_weight`.
+    """
+
+    weight: Parameter
+
+    shares_residual: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        need = "between 0 and 1, both excluded (1 is `SpeculativeSampling()`)"
+        object.__setattr__(self, "weight", check_parameter("weight", self.weight, lambda x: (x > 0) & (x < 1), need))
+
+    def accept(self, drafted: Drafted) -> Tensor:
+        # v written as p + weight (q - p), so that rounding cannot bring it below p where q >= p.
+        excess = drafted.target_prob - drafted.draft_prob
+        return _ratio(drafted.draft_prob + per_row(self.weight, excess) * excess, drafted.draft_prob)
+
+    def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
+        return (target_probs - draft_probs).clamp(min=0)
+
+
+def gamma(q: float | Tensor, delta: float | Tensor) -> float | Tensor:
+    """
+    The probability to which Cactus raises a drafted token: min(1, q + sqrt(2 delta q (1 - q))) (Corollary 5).
+
+    Args:
+        q (`float` or `Tensor`):
+            The target's probability of the drafted token.
+        delta (`float` or `Tensor` that broadcasts against `q`):
+            Budget in nats, 0 or more, `inf` allowed.
+
+    Returns:
+        `float`, or `Tensor` in the dtype of `q`: gamma, at least `q` and at most 1. It is `q` at delta 0 and, at delta
+        `inf`, 1 wherever `q` is not 0; a token the target cannot emit stays at 0 for every delta.
+
+    Example:
+
+    ```python
+    >>> from cactus_hf.acceptance import gamma
+    >>> round(gamma(0.2, delta=0.5), 9)
+    0.6
+    >>> gamma(0.2, delta=float("inf")), gamma(0.0, delta=float("inf"))
+    (1.0, 0.0)
+
+    ```
+    """
+    need = "in [0, 1], a probability"
+    check_parameter("q", q.flatten() if isinstance(q, Tensor) else q, lambda x: (x >= 0) & (x <= 1), need)
+    check_delta(delta.flatten() if isinstance(delta, Tensor) else delta)
+    probs = q if isinstance(q, Tensor) else torch.tensor(q, dtype=torch.float64)
+    raised = _taylor_gamma(probs, delta.to(probs) if isinstance(delta, Tensor) else delta)
+    return raised if isinstance(q, Tensor) or isinstance(delta, Tensor) else raised.item()
+
+
+def scale_of_others(raised_prob: Tensor, target_prob: Tensor) -> Tensor:
+    """The factor s on every token but n when n goes from q_n to gamma_n; 0 where q_n = 1 leaves no other token."""
+    return torch.where(target_prob < 1, (1 - raised_prob) / (1 - target_prob), 0.0)
+
+
+def _taylor_gamma(target_prob: Tensor, delta: float | Tensor) -> Tensor:
+    variance = target_prob * (1 - target_prob)
+    # At q_n = 0 and q_n = 1 there is no bonus, whatever delta: the formula would give inf * 0 at delta inf.
+    bonus = torch.where(variance > 0, (2 * delta * variance).sqrt(), 0.0)
+    return (target_prob + bonus).clamp(max=1)
+
+
+def _ratio(law_prob: Tensor, draft_prob: Tensor) -> Tensor:
+    """min(1, h_n / p_n): exactly 1 where h_n >= p_n, and 0 where h_n = 0, even if p_n is 0 as well."""
+    return torch.where(law_prob >= draft_prob, (law_prob > 0).to(law_prob.dtype), law_prob / draft_prob)

@@ -1,0 +1,125 @@
+"""A causal model together with the cache of its rows: scores tokens that follow what it has seen.
+
+`RaggedModel` serves batches on the ragged cache. `CroppedModel` serves one row on transformers' own cache, for the
+models and attention implementations that the ragged cache does not fit. The decoding loop cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .masks import attention_mask, patterns_of
+from .ragged_cache import RaggedCache, Slots
+
+if TYPE_CHECKING:
+    from .generation import Host
+
+
+
+class CachedModel(Protocol):
+    def score(self, tokens: Tensor, first: Tensor) -> Tensor:
+        """Logits [B, T, V] of `tokens` [B, T], the first of each row at position `first` [B] (on the CPU).
+
+        All that the row held from that position on is forgotten. Float32, or float64 for a float64 model.
+        """
+        ...
+
+    def keep(self, index: Tensor) -> None:
+        """Go on with the rows `index` (on the CPU) only."""
+        ...
+
+    def returned_cache(self, num_columns: int) -> Cache:
+        """The cache in transformers' own form, with the first `num_columns` columns of every row."""
+        ...
+
+
+class RaggedModel:
+    """B rows of different lengths over a `RaggedCache`.
+
+    Args:
+        host (`Host`): the model.
+        cache (`Cache`): transformers' cache, holding the prompts in `num_columns` columns.
+        padding (`torch.Tensor` of shape [B], on the CPU): padded columns of each row.
+        max_length (`int`): most columns a row may have.
+        is_returned (`bool`): whether `returned_cache` will be asked for.
+    """
+
+    def __init__(
+        self, host: Host, cache: Cache, padding: Tensor, num_columns: int, max_length: int, is_returned: bool
+    ):
+        self.host, self.source, self.is_returned = host, cache, is_returned
+        self.cache = RaggedCache.from_prefilled(cache, padding, num_columns)
+        self.patterns = patterns_of(host.config)
+        self.is_additive = host.attention == "eager"
+        self.dtype = next(host.model.parameters()).dtype
+        self.takes_positions = host.takes("position_ids")
+        # Rows with fewer drafts than others are filled up; learned positions must not be asked for more than exist
+        self.last_position = max_length - 1 - padding  # [B] on the CPU
+
+    def score(self, tokens: Tensor, first: Tensor) -> Tensor:
+        slots = Slots.from_host(first, tokens.shape[1], tokens.device)
+        self.cache.slots = slots
+        inputs = {
+            "input_ids": tokens,
+            "attention_mask": attention_mask(self.patterns, slots, self.dtype, self.is_additive),
+            self.host.cache_name: self.cache,
+            "use_cache": True,
+        }
+        if self.takes_positions:
+            inputs["position_ids"] = slots.positions().clamp_max(self.last_position.to(tokens.device)[:, None])
+        return widened(self.host.model(**inputs).logits)
+
+    def keep(self, index: Tensor) -> None:
+        self.cache.keep(index, retire=self.is_returned)
+        self.last_position = self.last_position[index]
+
+    def returned_cache(self, num_columns: int) -> Cache:
+        return self.cache.give_back(self.source, self.host.fresh_cache(), num_columns)
+
+
+class CroppedModel:
+    """One row over transformers' own cache, rolled back by cropping it.
+
+    Args:
+        host (`Host`): the model.
+        cache (`Cache`): holding the prompt, past recording activated before it was filled.
+        mask (`torch.Tensor` of shape [1, P], *optional*): the prompt's attention mask, if it has padding.
+        padding (`int`): padded columns.
+        num_columns (`int`): columns in the cache, padding included.
+    """
+
+    def __init__(self, host: Host, cache: Cache, mask: Tensor | None, padding: int, num_columns: int):
+        self.host, self.cache, self.mask, self.padding, self.num_columns = host, cache, mask, padding, num_columns
+        self.takes_positions = host.takes("position_ids")
+
+    def score(self, tokens: Tensor, first: Tensor) -> Tensor:
+        start, count = int(first[0]), tokens.shape[1]
+        self._crop(start + self.padding)
+        self.num_columns += count
+        inputs: dict[str, Any] = {"input_ids": tokens, self.host.cache_name: self.cache, "use_cache": True}
+        if self.mask is not None:
+            new = self.mask.new_ones(1, self.num_columns - self.mask.shape[1])
+            inputs["attention_mask"] = torch.cat([self.mask, new], dim=1)
+        if self.takes_positions:
+            inputs["position_ids"] = torch.arange(start, start + count, device=tokens.device)[None]
+        return widened(self.host.model(**inputs).logits)
+
+    def _crop(self, num_columns: int) -> None:
+        self.cache.crop(num_columns - self.num_columns)  # also with 0, which trims sliding layers to their window
+        self.num_columns = num_columns
+
+    def keep(self, index: Tensor) -> None:
+        """The one row stays until the call ends."""
+
+    def returned_cache(self, num_columns: int) -> Cache:
+        self._crop(num_columns)
+        return self.cache
+
+
+def widened(logits: Tensor) -> Tensor:
+    """In at least float32, the precision of all probabilities here."""
+    return logits if logits.dtype == torch.float64 else logits.float()

@@ -1,0 +1,177 @@
+"""Plain, lossless and Cactus decoding of one prompt side by side: what each costs and what each gives.
+
+A call of `generate()` is timed as the user meets it, prefill included. The methods take turns, so that a machine that
+slows down or speeds up meanwhile treats them alike, and the median over the turns is reported with its range.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tqdm import tqdm
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from .counters import SpeculationStats
+
+
+WARM_UP_TOKENS = 16
+TIME_LIMIT = 120.0  # seconds after which no further turn is begun
+
+
+class Method(NamedTuple):
+    """A way to decode: without a draft, or with one at `delta` nats."""
+
+    name: str
+    delta: float | None  # None is plain decoding
+
+
+class Run(NamedTuple):
+    """One call of `generate()` for one prompt."""
+
+    tokens: list[int]  # new ones
+    seconds: float
+    stats: SpeculationStats | None  # None for plain decoding
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    What the runs of one method came to.
+
+    Args:
+        method (`str`): Name of the method.
+        delta (`float`, *optional*): Budget in nats; `None` for plain decoding.
+        new_tokens (`list[int]`): Tokens of each run, counted by ids.
+        seconds (`list[float]`): Time of each run, prefill included.
+        accepted_length (`float`, *optional*): AL, mean number of kept drafts a round, over the rounds of all runs.
+        acceptance (`float`, *optional*): Kept share of the drafts that were checked (those up to a round's first
+            rejection), over all runs.
+        emitted_kl (`float`, *optional*): Mean KL in nats, a checked position, from the target's law to the emitted one.
+    """
+
+    method: str
+    delta: float | None
+    new_tokens: list[int]
+    seconds: list[float]
+    accepted_length: float | None
+    acceptance: float | None
+    emitted_kl: float | None
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens a second of each run."""
+        return [tokens / seconds for tokens, seconds in zip(self.new_tokens, self.seconds)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the runs."""
+        return statistics.median(self.rates)
+
+
+class Comparison:
+    """
+    Decodes one prompt with several methods.
+
+    Args:
+        target (`PreTrainedModel`): A model after `cactus_hf.enable`.
+        draft (`PreTrainedModel`): Its draft.
+        inputs (`dict`): `input_ids` [1, T] and `attention_mask` [1, T] of the prompt.
+        options (`dict`): Options of `generate()` that hold for every method.
+        draft_options (`dict`): Options that only the methods with a draft take, as `num_assistant_tokens`.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        inputs: dict[str, Any],
+        options: dict[str, Any],
+        draft_options: dict[str, Any],
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.inputs = inputs
+        self.options = options
+        self.draft_options = draft_options
+
+    def generate(self, method: Method, seed: int, **options: Any) -> Run:
+        """One call of `generate()` with `method`; `options` go before those of the comparison."""
+        import torch
+
+        speculative = {"assistant_model": self.draft, "cactus_delta": method.delta, **self.draft_options}
+        own = {} if method.delta is None else speculative
+        synchronize = torch.get_device_module(self.target.device).synchronize
+        torch.manual_seed(seed)
+        synchronize()
+        start = time.perf_counter()
+        output = self.target.generate(
+            **self.inputs, **{**self.options, **own, **options}, do_sample=True, return_dict_in_generate=True
+        )
+        synchronize()
+        seconds = time.perf_counter() - start
+        tokens = output.sequences[0, self.inputs["input_ids"].shape[1] :].tolist()
+        return Run(tokens, seconds, None if method.delta is None else output.speculation)
+
+    def rows(
+        self, methods: Sequence[Method], seed: int, repeats: int, measured: dict[Method, Run], progress: bool = True
+    ) -> list[Row]:
+        """
+        Times every method `repeats` times, turn by turn and with seeds `seed`, `seed` + 1, ...
+
+        Args:
+            methods (`Sequence[Method]`): What to compare.
+            seed (`int`): Seed of the first turn.
+            repeats (`int`): Turns; fewer are taken once `TIME_LIMIT` is over.
+            measured (`dict[Method, Run]`): Runs made before with `speculation_kl=True`; they count as warm-up and give
+                the row's KL. Measuring the KL costs time, so no timed run does. A method that is not in it is run for
+                `WARM_UP_TOKENS` tokens first.
+            progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar on standard error.
+        """
+        measured = dict(measured)
+        runs: dict[Method, list[Run]] = {method: [] for method in methods}
+        cold = [method for method in methods if method not in measured]
+        num_runs = len(cold) + repeats * len(methods)
+        disable = None if progress else True
+        with tqdm(total=num_runs, desc="Comparing", unit="run", leave=False, disable=disable) as bar:
+            for method in cold:
+                options = {} if method.delta is None else {"speculation_kl": True}
+                max_new_tokens = min(WARM_UP_TOKENS, self.options["max_new_tokens"])
+                measured[method] = self.generate(method, seed, **{**options, "max_new_tokens": max_new_tokens})
+                bar.update()
+            start = time.perf_counter()
+            for turn in range(repeats):
+                for method in methods:
+                    bar.set_postfix_str(method.name)
+                    runs[method].append(self.generate(method, seed + turn))
+                    bar.update()
+                elapsed = time.perf_counter() - start
+                if elapsed * (turn + 2) / (turn + 1) > TIME_LIMIT:
+                    break
+        return [_summarise(method, runs[method], measured[method]) for method in methods]
+
+
+def _summarise(method: Method, runs: list[Run], measured: Run) -> Row:
+    new_tokens, seconds = [len(run.tokens) for run in runs], [run.seconds for run in runs]
+    if measured.stats is None:
+        return Row(method.name, method.delta, new_tokens, seconds, None, None, 0.0)
+    counts = [run.stats for run in runs if run.stats is not None]
+    num_accepted = sum(int(stats.accepted.sum()) for stats in counts)
+    num_rounds = sum(int(stats.rounds.sum()) for stats in counts)
+    num_verified = sum(int(stats.verified.sum()) for stats in counts)
+    return Row(
+        method.name,
+        method.delta,
+        new_tokens,
+        seconds,
+        # A text may end with its first token, before any round
+        num_accepted / num_rounds if num_rounds else None,
+        num_accepted / num_verified if num_verified else None,
+        measured.stats.emitted_kl,
+    )

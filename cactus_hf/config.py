@@ -1,0 +1,123 @@
+"""What a user may ask of one call beyond transformers' own options, and the checks on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .acceptance import AcceptanceRule, Cactus
+from .draft_length import DraftLength
+from .parameters import check_num_rows, move_rule, repeat_rows
+
+# Keywords of `generate()` that this package adds
+KEYWORDS = ("cactus_delta", "acceptance_rule", "speculation_kl", "generator")
+# Options of transformers that settle the draft length, with our name for each
+LENGTH_KEYWORDS = {
+    "num_assistant_tokens": "num_tokens",
+    "num_assistant_tokens_schedule": "schedule",
+    "assistant_confidence_threshold": "confidence_threshold",
+}
+
+
+@dataclass(frozen=True)
+class SpeculationOptions:
+    """The options of one call.
+
+    Args:
+        rule (`AcceptanceRule`): how drafts are accepted.
+        is_explicit (`bool`): whether the call itself asked for it, or only the model's generation config.
+        speculation_kl (`bool`): whether to measure the divergence of the emitted law.
+        generator (`torch.Generator` or list of `int`, *optional*): seeds of the rows.
+        lengths (`dict`): the draft-length options that the call or the target's config gave.
+    """
+
+    rule: AcceptanceRule
+    is_explicit: bool
+    speculation_kl: bool
+    generator: torch.Generator | Sequence[int] | None
+    lengths: dict[str, Any]
+
+    def draft_length(self, draft_defaults: dict[str, Any]) -> DraftLength:
+        """The draft length, with the draft's own config for what neither call nor target's config says."""
+        merged = draft_defaults | self.lengths
+        return DraftLength(**{LENGTH_KEYWORDS[name]: value for name, value in merged.items()})
+
+
+def given(source: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The options of a config (or dictionary) that are set to something."""
+    values = source if isinstance(source, dict) else {name: getattr(source, name, None) for name in names}
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOptions | None:
+    """
+    Args:
+        call (`dict`): keyword arguments of `generate()`.
+        configs (list of `GenerationConfig`): where else options may stand, the most important first.
+
+    Returns:
+        [`SpeculationOptions`], or `None` if nobody asked for anything: then transformers' own code runs.
+
+    Raises:
+        ValueError: for options that contradict one another or cannot be read.
+    """
+    own = given(call, KEYWORDS)
+    _refuse_conflicts(own, call)
+    lengths: dict[str, Any] = {}
+    for source in reversed([call, *configs]):
+        lengths |= given(source, list(LENGTH_KEYWORDS))
+    rule = own.get("acceptance_rule")
+    is_explicit = rule is not None or "cactus_delta" in own
+    if rule is None:
+        delta = own.get("cactus_delta", next((v for c in configs if (v := getattr(c, "cactus_delta", None)) is not None), None))
+        if delta is None:
+            if own:
+                raise ValueError(
+                    f"{_names(own)} given without an acceptance rule: also pass `cactus_delta=` (0 is lossless) or "
+                    "`acceptance_rule=`."
+                )
+            return None
+        rule = Cactus(delta)
+    if not isinstance(rule, AcceptanceRule):
+        raise TypeError(
+            f"`acceptance_rule` must be a rule such as `cactus_hf.Cactus(1.0)`, got {type(rule).__name__}: {rule!r}."
+        )
+    return SpeculationOptions(
+        rule, is_explicit, bool(own.get("speculation_kl", False)), _checked_generator(own.get("generator")), lengths
+    )
+
+
+def _refuse_conflicts(own: dict[str, Any], call: dict[str, Any]) -> None:
+    rules = given(call, ("cactus_delta", "acceptance_rule", "assistant_ensemble_weight"))
+    if len(rules) > 1:
+        raise ValueError(
+            f"{_names(rules)} each choose the acceptance rule: give one of them. "
+            "(`cactus_hf.Mixture(weight)` is the ensemble weight as an `acceptance_rule`.)"
+        )
+
+
+def _names(options: dict[str, Any]) -> str:
+    return " and ".join(f"`{name}`" for name in options)
+
+
+def _checked_generator(generator: Any) -> torch.Generator | Sequence[int] | None:
+    if generator is None or isinstance(generator, torch.Generator):
+        return generator
+    if isinstance(generator, (list, tuple)) and all(type(seed) is int for seed in generator):
+        return generator
+    raise TypeError(
+        f"`generator` must be a `torch.Generator` or a list of integer seeds, one a returned row, got {generator!r}."
+    )
+
+
+def rule_for_rows(rule: AcceptanceRule, num_rows: int, num_return_sequences: int, device: torch.device) -> AcceptanceRule:
+    """The rule for the `num_rows` returned rows: its parameters may have one value an input row or a returned row."""
+    rule = move_rule(rule, device)
+    num_values = {len(value) for value in vars(rule).values() if isinstance(value, torch.Tensor)}
+    if num_return_sequences > 1 and num_values == {num_rows // num_return_sequences}:
+        rule = repeat_rows(rule, num_return_sequences)
+    check_num_rows(rule, num_rows)
+    return rule

@@ -1,0 +1,166 @@
+"""The decoding loop: draft, verify, keep what is accepted, draw one token more; for every batch size and rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .acceptance import AcceptanceRule
+from .cached_model import CachedModel
+from .counters import Recorder, Round
+from .draft_length import LengthSchedule
+from .drafting import Drafts, DraftSource
+from .law import emitted_divergence
+from .logits import BlockProcessor
+from .outputs import TokenRows
+from .parameters import select_rows
+from .randomness import Uniforms
+from .sequences import Sequences
+from .stopping import Stopping
+from .verify import Verification, bad_target_error, match_greedy, verify_block, warn_bad_draft
+
+
+@dataclass
+class Decoder:
+    """One call's decoding, with everything it needs.
+
+    Args:
+        target (`CachedModel`): the model whose law counts, holding the prompts.
+        source (`DraftSource`): what drafts.
+        sequences (`Sequences`): the token ids, prompts to begin with.
+        rule (`AcceptanceRule`, *optional*): `None` decodes greedily, which is the same under every rule.
+        processors (`BlockProcessor`): what turns the target's logits into the law to sample from.
+        schedule (`LengthSchedule`): how many tokens to draft.
+        stopping (`Stopping`): where rows end.
+        uniforms (`Uniforms`): the random numbers.
+        recorder (`Recorder`): the counts.
+        streamer (`BaseStreamer`, *optional*): gets the tokens of a single row as soon as they are committed.
+        scores, raw_logits (`TokenRows`, *optional*): collect the target's processed and unprocessed logits.
+    """
+
+    target: CachedModel
+    source: DraftSource
+    sequences: Sequences
+    rule: AcceptanceRule | None
+    processors: BlockProcessor
+    schedule: LengthSchedule
+    stopping: Stopping
+    uniforms: Uniforms
+    recorder: Recorder
+    streamer: Any = None
+    scores: TokenRows | None = None
+    raw_logits: TokenRows | None = None
+    has_warned: bool = False
+
+    def run(self, first_logits: Tensor) -> None:
+        """Decode until every row has ended; `first_logits` [B, V] are the target's behind the prompts."""
+        self._first_token(first_logits[:, None])
+        while self.sequences.num_active:
+            self._round()
+
+    def _first_token(self, logits: Tensor) -> None:
+        none = self._no_drafts()
+        verdict, target_logits = self._verify(logits, none, self._draws(0))
+        first = self._commit(verdict, none)
+        self.recorder.add_first(first.num_emitted)
+        self._publish(first, logits, target_logits)
+
+    def _round(self) -> None:
+        lengths = self.schedule.lengths(self.sequences.rows, self.sequences.remaining())
+        num_drafts = int(lengths.max())
+        draws = self._draws(num_drafts)
+        drafts = self._no_drafts()
+        if num_drafts > 0:
+            drafts = self.source.propose(self.sequences, lengths, draws[:, :num_drafts])
+        logits = self.target.score(self._with_last(drafts), self.sequences.slots(-1))
+        verdict, target_logits = self._verify(logits, drafts, draws[:, num_drafts:])
+        round = self._commit(verdict, drafts, *self._divergence(target_logits, drafts))
+        self.schedule.update(round.rows, round.num_drafted, round.num_accepted)
+        self.recorder.add(round)
+        self._publish(round, logits, target_logits)
+
+    def _draws(self, num_drafts: int) -> Tensor:
+        return self.uniforms.draws(self.sequences.row_index, self.sequences.position(), num_drafts)
+
+    def _no_drafts(self) -> Drafts:
+        tokens = self.sequences.read(0, 0)
+        return Drafts(tokens, None, tokens.new_zeros(len(tokens)))
+
+    def _with_last(self, drafts: Drafts) -> Tensor:
+        """The block the target reads: the last committed token, whose law is still unknown, and the drafts."""
+        return torch.cat([self.sequences.read(-1, 1), drafts.tokens], dim=1)
+
+    def _verify(self, logits: Tensor, drafts: Drafts, uniforms: Tensor) -> tuple[Verification, Tensor]:
+        # Processors may write into what they are given, and the raw logits may be asked for
+        target_logits = self.processors(logits if self.raw_logits is None else logits.clone(), self.sequences)
+        if self.rule is None:
+            return match_greedy(target_logits, drafts.tokens, drafts.lengths), target_logits
+        num_drafts = drafts.tokens.shape[1]
+        tests = torch.cat([uniforms[:, :num_drafts], uniforms[:, -1:]], dim=1)  # a draft may stop short of its length
+        return verify_block(target_logits, drafts.tokens, drafts.logits, self.rule, drafts.lengths, tests), target_logits
+
+    def _divergence(self, target_logits: Tensor, drafts: Drafts) -> tuple[Tensor, ...]:
+        """The emitted law's KL and TV [B, m], if asked for."""
+        if not self.recorder.with_emitted or self.rule is None:
+            return ()
+        return emitted_divergence(target_logits[:, :-1], drafts.logits, self.rule, draft_tokens=drafts.tokens)
+
+    def _commit(self, verdict: Verification, drafts: Drafts, *divergence: Tensor) -> Round:
+        """Keep the accepted drafts and the next token, up to where the row ends. Holds the round's one host sync."""
+        block = torch.cat([drafts.tokens, verdict.next_token[:, None]], dim=1)
+        block.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
+        self.sequences.write(0, block)
+        num_emitted, has_ended = self.stopping.cut(block, verdict.num_accepted + 1)
+        scalars = [num_emitted, has_ended, verdict.num_accepted, verdict.draft_lengths, drafts.lengths, verdict.bad_target]
+        arrays = [verdict.is_boosted, verdict.ball_kl, *divergence]
+
+        host = torch.cat([block, torch.stack(scalars, 1), *arrays], dim=1).double().cpu()
+
+        num_drafts = drafts.tokens.shape[1]
+        tokens, counts, is_boosted, *kl = host.split([num_drafts + 1, len(scalars), *[num_drafts] * len(arrays)], dim=1)
+        num_emitted, has_ended, num_accepted, num_drafted, num_proposed, bad_target = counts.long().unbind(1)
+        self._raise_or_warn(bad_target, num_drafted, num_proposed)
+        num_emitted, has_ended = self.stopping.cut_by_criteria(self.sequences, num_emitted, has_ended.bool())
+        rows = self.sequences.rows
+        self.sequences.commit(num_emitted)
+        has_ended |= self.sequences.remaining() <= 0
+        kl += [torch.zeros_like(kl[0])] * (3 - len(kl))
+        return Round(
+            rows, tokens.long(), num_emitted, has_ended, num_accepted, num_drafted, is_boosted.bool(), torch.stack(kl)
+        )
+
+    def _raise_or_warn(self, bad_target: Tensor, num_drafted: Tensor, num_proposed: Tensor) -> None:
+        for row, position in zip(self.sequences.rows.tolist(), bad_target.tolist()):
+            if position >= 0:
+                raise bad_target_error(row, position)
+        if (num_drafted < num_proposed).any() and not self.has_warned:
+            self.has_warned = True
+            warn_bad_draft()
+
+    def _publish(self, round: Round, logits: Tensor, target_logits: Tensor) -> None:
+        """Hand out what was committed, and let finished rows go."""
+        emitted = self.recorder.emitted[round.rows] - round.num_emitted
+        for collector, values in ((self.scores, target_logits), (self.raw_logits, logits)):
+            if collector is not None:
+                collector.add(round.rows, emitted, round.num_emitted, values)
+        if self.streamer is not None:
+            count = int(round.num_emitted[0])
+            tokens = round.tokens[0, :count]
+            if hasattr(self.streamer, "put_block"):
+                self.streamer.put_block(tokens, self.recorder.kinds[0, int(emitted[0]) :][:count])
+            else:
+                self.streamer.put(tokens)
+        self._let_go(round.has_ended)
+
+    def _let_go(self, has_ended: Tensor) -> None:
+        if not has_ended.any():
+            return
+        index = (~has_ended).nonzero()[:, 0]
+        self.sequences.keep(index)
+        if len(index) > 0:
+            self.target.keep(index)
+            self.source.keep(index)
+            self.rule = None if self.rule is None else select_rows(self.rule, index)

@@ -1,0 +1,181 @@
+"""Shows how each token of an answer came about: tokens become pieces of text with a kind, and a markup colours the pieces.
+
+The two halves do not know each other. `Detokenizer` and `to_pieces` turn ids into text; a markup, a function of a piece,
+turns text into what a terminal (`ansi`, `marked`) or another medium shows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+from .counters import TokenKind
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+
+class Piece(NamedTuple):
+    """A stretch of text whose tokens came about in the same way."""
+
+    text: str
+    kind: int  # a TokenKind
+
+
+class Style(NamedTuple):
+    """How one kind of token looks and what it is called."""
+
+    label: str
+    sgr: str  # parameters of the terminal's "select graphic rendition" sequence; empty for the default look
+    marks: tuple[str, str]  # what encloses it where there is no colour
+
+
+# The four colours have a luminance near .18, so each stands out at about 4:1 from a white and from a black background.
+# Underline, bold and italics carry the same message to those who do not see the colours apart.
+STYLES = {
+    TokenKind.FIRST: Style("first token", "", ("", "")),
+    TokenKind.ACCEPTED: Style("accepted", "38;5;28", ("", "")),
+    TokenKind.BOOSTED: Style("accepted thanks to the bonus", "38;5;130;4", ("{", "}")),
+    TokenKind.REPLACED: Style("rejected and replaced", "38;5;160;1", ("[", "]")),
+    TokenKind.EXTRA: Style("extra, after a whole draft", "38;5;27;3", ("<", ">")),
+}
+Markup = Callable[[Piece], str]
+
+
+def _style(piece: Piece) -> Style:
+    return STYLES.get(TokenKind(piece.kind), STYLES[TokenKind.FIRST])
+
+
+def _enclose(text: str, before: str, after: str) -> str:
+    """Puts `before` and `after` round the visible part of `text`, so that white space is not underlined or bracketed."""
+    visible = text.strip()
+    if not visible:
+        return text
+    start = text.index(visible)
+    return text[:start] + before + visible + after + text[start + len(visible) :]
+
+
+def ansi(piece: Piece) -> str:
+    """Markup for terminals: colours and underline, bold or italics."""
+    sgr = _style(piece).sgr
+    return _enclose(piece.text, f"\x1b[{sgr}m", "\x1b[0m") if sgr else piece.text
+
+
+def marked(piece: Piece) -> str:
+    """Markup without colour: {bonus}, [replaced], <extra>; accepted text stands as it is."""
+    return _enclose(piece.text, *_style(piece).marks)
+
+
+def legend(markup: Markup) -> str:
+    """One line that names every kind of token in its own look."""
+    kinds = (kind for kind in STYLES if kind != TokenKind.FIRST)
+    return "   ".join(markup(Piece(STYLES[kind].label, kind)) for kind in kinds)
+
+
+def _printable(text: str) -> str:
+    """Replaces control characters by their pictures: a model must not be able to steer the reader's terminal."""
+    return "".join(
+        character
+        if character in "\n\t" or not (character < " " or "\x7f" <= character <= "\x9f")
+        else chr(0x2400 + ord(character))
+        if character < " "
+        else "\N{SYMBOL FOR DELETE}"
+        for character in text
+    )
+
+
+class Detokenizer:
+    """
+    Turns a stream of token ids into a stream of text, without ever showing half a character.
+
+    A token's text depends on its neighbours: byte tokens join into characters, and many tokenizers drop the space before
+    the first word. So each token is decoded together with the ones just before it, and bytes that do not make up a
+    character yet are held back until the tokens that complete it arrive.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the model that wrote the ids.
+        context (`Sequence[int]`, *optional*, defaults to `()`): Ids that stand before the first one pushed.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(context)[-4:]
+        self._num_shown = len(self._decode())  # characters of the window's text that are not to be returned any more
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty where it ends inside a character."""
+        self._window.append(token)
+        text = self._decode()
+        # A character has at most 4 bytes, so no more than 3 can be waiting; beyond that the bytes are truly invalid.
+        num_unfinished = min(len(text) - len(text.rstrip("\N{REPLACEMENT CHARACTER}")), 3)
+        end = len(text) - num_unfinished
+        new = text[self._num_shown : end]
+        if num_unfinished:
+            self._num_shown = max(self._num_shown, end)
+        else:
+            self._window = [token]
+            self._num_shown = len(self._decode())
+        return _printable(new)
+
+
+def to_pieces(detokenizer: Detokenizer, tokens: Iterable[int], kinds: Iterable[int]) -> list[Piece]:
+    """
+    The text that a block of tokens completes, neighbours of one kind joined. A character that takes several tokens is of
+    the kind of the last of them.
+    """
+    pieces: list[Piece] = []
+    for token, kind in zip(tokens, kinds):
+        text = detokenizer.push(token)
+        if text and pieces and pieces[-1].kind == kind:
+            pieces[-1] = Piece(pieces[-1].text + text, kind)
+        elif text:
+            pieces.append(Piece(text, kind))
+    return pieces
+
+
+class TokenStreamer:
+    """
+    A streamer for `generate(streamer=...)` that writes the answer while it is made, each token in the look of its kind.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
+        markup (`Callable[[Piece], str]`, *optional*, defaults to `ansi`): How a piece of text is shown.
+        file (`TextIO`, *optional*): Where to write; standard output by default.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, markup: Markup = ansi, file: TextIO | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._markup = markup
+        self._file = file if file is not None else sys.stdout
+        self._detokenizer: Detokenizer | None = None  # until the prompt is here
+
+    def put(self, tokens: Tensor) -> None:
+        """Takes the prompt, which is not written, and later tokens whose kind is not known."""
+        ids = tokens.reshape(-1).tolist()
+        if self._detokenizer is None:
+            self._detokenizer = Detokenizer(self._tokenizer, context=ids)
+        else:
+            self._write(ids, [int(TokenKind.FIRST)] * len(ids))
+
+    def put_block(self, tokens: Tensor, kinds: Tensor) -> None:
+        """Takes a committed block: `tokens` int64 [n] and their `kinds` [n]."""
+        self._write(tokens.tolist(), kinds.tolist())
+
+    def end(self) -> None:
+        """Ends the line. Bytes that never became a character are dropped."""
+        self._detokenizer = None
+        print(file=self._file, flush=True)
+
+    def _write(self, tokens: list[int], kinds: list[int]) -> None:
+        if self._detokenizer is None:
+            self._detokenizer = Detokenizer(self._tokenizer)
+        pieces = to_pieces(self._detokenizer, tokens, kinds)
+        print("".join(self._markup(piece) for piece in pieces), end="", file=self._file, flush=True)

@@ -1,0 +1,126 @@
+"""The draft that ships with the package: a few decoder layers that borrow the target's embedding.
+
+Only what was trained is stored: the layers and the final norm, the matrices in int8 with one scale for each output channel. Embedding and head
+rows are the target's own, taken at load time. The head is cut to the token ids that carry nearly all of the target's mass, which is most of a
+small draft's cost; every other id has probability 0 under the draft, which speculative sampling allows.
+
+Letters: K kept ids, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+
+SHIPPED_DRAFT = Path(__file__).with_name("draft.safetensors")
+
+
+class CutHead(nn.Module):
+    """Output layer over K kept ids that reports logits over the whole vocabulary, `-inf` for the others.
+
+    Args:
+        embedding (`Tensor` [V, hidden]): the target's output embedding.
+        kept_ids (`Tensor`, int64 [K]): ids that get a logit.
+    """
+
+    def __init__(self, embedding: Tensor, kept_ids: Tensor):
+        super().__init__()
+        self.in_features, self.out_features = embedding.shape[1], embedding.shape[0]
+        kept_ids = kept_ids.to(embedding.device)
+        self.register_buffer("kept_ids", kept_ids, persistent=False)
+        self.register_buffer("weight", embedding.detach()[kept_ids].contiguous(), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = nn.functional.linear(hidden, self.weight)  # [..., K]
+        full = logits.new_full((*logits.shape[:-1], self.out_features), float("-inf"))
+        return full.index_copy_(-1, self.kept_ids, logits)
+
+
+def build_draft(target: PreTrainedModel, num_layers: int, kept_ids: Tensor) -> LlamaForCausalLM:
+    """A draft of `num_layers` layers of the target's shape, with its embedding and a cut head; layers hold random weights."""
+    config = LlamaConfig.from_dict(target.config.to_dict())
+    config.num_hidden_layers = num_layers
+    config.tie_word_embeddings = False
+    config.architectures = ["LlamaForCausalLM"]
+    embedding = target.get_input_embeddings().weight
+    with torch.device("meta"):
+        draft = LlamaForCausalLM(config)
+    draft.model.embed_tokens = target.get_input_embeddings()
+    draft.lm_head = CutHead(target.get_output_embeddings().weight, kept_ids)
+    draft.model.layers.to_empty(device=embedding.device)
+    draft.model.norm.to_empty(device=embedding.device)
+    # Not a parameter and so not restored by to_empty: rotary frequencies are computed at construction.
+    draft.model.rotary_emb = type(draft.model.rotary_emb)(config).to(embedding.device)
+    draft.model.layers.to(embedding.dtype)
+    draft.model.norm.to(embedding.dtype)
+    draft.generation_config = type(target.generation_config).from_dict(target.generation_config.to_dict())
+    return draft.eval()
+
+
+def trained_parts(draft: LlamaForCausalLM) -> dict[str, nn.Parameter]:
+    """The parameters that are the draft's own, by name."""
+    return {name: p for name, p in draft.model.named_parameters() if not name.startswith("embed_tokens")}
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values and one float32 scale for each output channel; the error is at most half a scale."""
+    weight = weight.detach().float()
+    scale = weight.abs().amax(1).clamp_min(1e-12) / 127
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+def save_draft(draft: LlamaForCausalLM, path: str | Path, *, metadata: dict | None = None) -> None:
+    """Writes the trained parts, matrices in int8, with what is needed to check that a target fits."""
+    tensors: dict[str, Tensor] = {"kept_ids": draft.lm_head.kept_ids.to(torch.int32)}
+    for name, parameter in trained_parts(draft).items():
+        if parameter.dim() == 2:
+            tensors[name], tensors[name + ".scale"] = quantise(parameter)
+        else:
+            tensors[name] = parameter.detach().float()
+    described = {"num_layers": draft.config.num_hidden_layers, "target_shape": shape_of(draft.config), **(metadata or {})}
+    temporary = Path(path).with_suffix(".tmp")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata={"cactus_hf": json.dumps(described)})
+    temporary.replace(path)
+
+
+def load_draft(target: PreTrainedModel, path: str | Path = SHIPPED_DRAFT) -> LlamaForCausalLM:
+    """Loads a distilled draft for `target`, on its device and in its dtype, sharing its embedding.
+
+    Args:
+        target (`PreTrainedModel`): the model the draft was distilled from (the shipped one: SmolLM2-135M-Instruct).
+        path (`str` or `Path`, defaults to the shipped file): a file written by `cactus-hf distill train`.
+    Returns:
+        `LlamaForCausalLM`: to be passed as `assistant_model`; its logits cover the target's vocabulary.
+    """
+    with safe_open(path, framework="pt") as file:
+        described = json.loads(file.metadata()["cactus_hf"])
+        stored = {name: file.get_tensor(name) for name in file.keys()}
+    found = shape_of(target.config)
+    wrong = [f"{key} {found.get(key)} (needed: {want})" for key, want in described["target_shape"].items() if found.get(key) != want]
+    if wrong:
+        raise ValueError(
+            f"The draft in {path} borrows its target's embedding and fits only that target; this one has {', '.join(wrong)}. "
+            "Pass the target it was distilled from, or distil a draft for yours with `cactus-hf distill`."
+        )
+    draft = build_draft(target, described["num_layers"], stored["kept_ids"].long())
+    with torch.no_grad():
+        for name, parameter in trained_parts(draft).items():
+            weight = stored[name].float()
+            if name + ".scale" in stored:
+                weight = weight * stored[name + ".scale"][:, None]
+            parameter.copy_(weight)
+            parameter.requires_grad_(False)
+    return draft
+
+
+def shape_of(config) -> dict:
+    """What a target must share with the draft."""
+    names = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "hidden_act")
+    return {name: getattr(config, name, None) for name in names} | {"rope_parameters": getattr(config, "rope_parameters", None)}

@@ -1,0 +1,222 @@
+"""The door into `generate()`, and the one module that names private parts of transformers.
+
+`enable` gives a model a subclass of its own class whose three overridden methods take our keywords off, check them, and
+run our loop where stock transformers would run assisted decoding. Checked with transformers 5.17 and 5.24.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers import generation as hf
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.configuration_utils import GenerationMode
+
+from .cached_model import widened
+from .config import KEYWORDS, SpeculationOptions, make_options
+from .ragged_cache import RaggedCache
+from .session import speculate
+from .validation import check_mode
+
+# The cache was `past_key_values` up to transformers 5.19
+CACHE_NAME = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+RAGGED_ATTENTION = ("eager", "sdpa")  # implementations that take ready-made masks
+OWN_MASKS = {"bloom", "mpt"}  # models that build attention biases from a mask of two dimensions
+OPTIONS = "speculation_options"  # where our options travel on the generation config of one call
+
+
+class SpeculativeMixin:
+    """Put before a model's own class by `enable`."""
+
+    def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
+        call = {name: kwargs.pop(name, None) for name in KEYWORDS}
+        options = make_options(call | kwargs, [c for c in (generation_config, self.generation_config) if c is not None])
+        config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
+        if not config.is_assistant:  # a draft that is enabled too drafts as any other
+            setattr(config, OPTIONS, options)
+        return config, model_kwargs
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        options: SpeculationOptions | None = getattr(generation_config, OPTIONS, None)
+        if options is None or (generation_mode != GenerationMode.ASSISTED_GENERATION and not options.is_explicit):
+            return super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        check_mode(is_assisted, generation_config, generation_mode_kwargs.get("assistant_model") is not None)
+
+    @functools.wraps(GenerationMixin._assisted_decoding)
+    def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        options = getattr(generation_config, OPTIONS, None)
+        if options is None:
+            return super()._assisted_decoding(
+                input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+            )
+        kwargs.pop("inputs_tensor", None)  # for drafts that read the target's encoder
+        draft = Host(kwargs.pop("assistant_model"))
+        return speculate(
+            Host(self), draft, options, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+        )
+
+    def __reduce_ex__(self, protocol):
+        rebuild, (cls, *rest), *state = super().__reduce_ex__(protocol)
+        return rebuild, (stock_class(cls), *rest), *state  # pickles as the model it was, readable without this package
+
+    def __deepcopy__(self, memo):
+        rebuild, args, state, *_ = self.__reduce_ex__(4)
+        clone = rebuild(*args)
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(state, memo))
+        return enable(clone)
+
+
+@functools.cache
+def _enabled_class(cls: type) -> type:
+    body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (SpeculativeMixin, cls), body)
+
+
+def stock_class(cls: type) -> type:
+    """A model's class without what `enable` put before it."""
+    return cls.__mro__[2] if issubclass(cls, SpeculativeMixin) else cls
+
+
+def enable(model: nn.Module) -> nn.Module:
+    """
+    Lets `model.generate(assistant_model=draft, ...)` take `cactus_delta` and `acceptance_rule`.
+
+    Without one of the two, `generate()` remains transformers' own. Enabling twice is harmless, and [`disable`] undoes it.
+
+    Args:
+        model (`PreTrainedModel`): changed in place; a wrapper (PEFT, `torch.compile`, data parallel) may be around it.
+
+    Returns:
+        The model given.
+
+    Raises:
+        TypeError: if it is no transformers model that can generate.
+    """
+    inner = unwrapped(model)
+    if not isinstance(inner, SpeculativeMixin):
+        inner.__class__ = _enabled_class(type(inner))
+    return model
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Undoes [`enable`], and returns the model given."""
+    inner = unwrapped(model)
+    inner.__class__ = stock_class(type(inner))
+    return model
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside PEFT, `torch.compile` and data-parallel wrappers."""
+    inner = model
+    while not isinstance(inner, GenerationMixin):
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif isinstance(getattr(inner, "module", None), nn.Module):
+            inner = inner.module
+        else:
+            raise TypeError(
+                f"`cactus_hf.enable` needs a transformers model that can `generate()`, such as an "
+                f"`AutoModelForCausalLM`; got {type(model).__name__}."
+            )
+    return inner
+
+
+class Host:
+    """What the loop needs of a transformers model."""
+
+    cache_name = CACHE_NAME
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.inner = unwrapped(model)
+        self.config = self.inner.config.get_text_config(decoder=True)
+
+    @property
+    def name(self) -> str:
+        return stock_class(type(self.inner)).__name__
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def attention(self) -> str:
+        return self.config._attn_implementation
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.inner.config.is_encoder_decoder
+
+    @functools.cached_property
+    def can_roll_back(self) -> bool:
+        """Whether states can be put back to an earlier token: so not for recurrent ones."""
+        if self.inner._is_stateful or not self.inner._supports_default_dynamic_cache():
+            return False
+        return all(getattr(type(layer), "is_croppable", False) is True for layer in self.fresh_cache().layers)
+
+    @functools.cached_property
+    def is_ragged(self) -> bool:
+        """Whether rows of different lengths can share a `RaggedCache`; else they run one at a time."""
+        return (
+            self.attention in RAGGED_ATTENTION
+            and not getattr(self.config, "alibi", False)
+            and self.config.model_type not in OWN_MASKS
+            and not self._has_shared_rope()
+            and RaggedCache.can_hold(self.fresh_cache())
+        )
+
+    def _has_shared_rope(self) -> bool:
+        """Whether rotary frequencies follow the longest row of a batch, so that rows would influence one another."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        return any(r.get("rope_type") in ("dynamic", "longrope") for r in (rope, *rope.values()) if isinstance(r, dict))
+
+    def takes(self, name: str) -> bool:
+        """Whether the model's forward pass has an argument of that name."""
+        return name in inspect.signature(self.inner.forward).parameters
+
+    def fresh_cache(self) -> Cache:
+        return DynamicCache(config=self.config)
+
+    def prefill(self, input_ids: Tensor, generation_config: Any, inputs: dict[str, Any]) -> tuple[Tensor, Cache]:
+        """Run the prompt as plain `generate()` would; the last position's logits [B, V], and the filled cache."""
+        if self.inner._supports_logits_to_keep():
+            inputs = {"logits_to_keep": 1} | inputs
+        outputs = self.inner._prefill(input_ids, generation_config, inputs)
+        return widened(outputs.logits[:, -1]), outputs[self.cache_name]
+
+    def processor_of_row(self, processor: Any, row: int, num_rows: int, num_sequences: int) -> Any:
+        return processor_of_row(processor, row, num_rows, num_sequences)
+
+
+def processor_of_row(processor: Any, row: int, num_rows: int, num_return_sequences: int) -> Any:
+    """A logits processor that treats a batch of one as row `row` of `num_rows`."""
+    prompt = row // num_return_sequences
+    if type(processor) is hf.PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        return hf.PrefixConstrainedLogitsProcessor(lambda _, prefix: allowed(prompt, prefix), num_beams=1)
+    if type(processor) is hf.RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+    elif type(processor) is hf.EncoderRepetitionPenaltyLogitsProcessor:
+        processor = copy.copy(processor)
+        processor.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
+    elif type(processor) is hf.EncoderNoRepeatNGramLogitsProcessor:
+        processor = copy.copy(processor)
+        processor.batch_size, processor.generated_ngrams = 1, processor.generated_ngrams[prompt : prompt + 1]
+    elif not type(processor).__module__.startswith("transformers.generation.") and num_rows > 1:
+        processor = copy.deepcopy(processor)  # what it remembers of one row is not for another
+    return processor

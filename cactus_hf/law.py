@@ -1,0 +1,158 @@
+"""The law that a verified position emits, in closed form, and its distance from the target.
+
+With `q` the target's law and `p` the draft's, a position emits
+
+    h_alg(x) = p_x phi(x) + sum_n p_n (1 - phi(n)) g_n(x)
+
+where `phi` is the rule's acceptance and `g_n` its residual after `n` was rejected. For every rule but Cactus g is the same
+for every `n`. For Cactus (arXiv 2604.04987, with the target called q) g_n is (s_n q - p)_+ / Z_n, and the sum is brought
+from V^2 to V log V terms by sorting.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .acceptance import AcceptanceRule, Cactus, Drafted, scale_of_others
+from .checks import check_law_inputs
+from .parameters import move_rule
+
+
+def emitted_law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> Tensor:
+    """
+    The law of the token emitted at a verified position, over the draft's draw, the acceptance test and the replacement.
+
+    Args:
+        target_probs (`Tensor` of shape `[..., V]`):
+            The target's probabilities, after logits processors.
+        draft_probs (`Tensor` of shape `[..., V]`):
+            The draft's; one-hot where the draft gives a token id without probabilities.
+        rule ([`AcceptanceRule`]):
+            The rule. Parameters given one a row, `[B]`, go with inputs of shape `[B, ..., V]`.
+
+    Returns:
+        `Tensor` of shape `[..., V]`, float64.
+
+    For [`SpeculativeSampling`] and `Cactus(0)` it is the target. For `Cactus(delta)` it lies between the two laws at every
+    token, so that it is no farther from the target than the draft is, by any f-divergence, and keeps the target's support;
+    `delta` itself does not bound its divergence (only that of the law aimed at, for each drafted token).
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from cactus_hf.acceptance import Cactus, SpeculativeSampling
+    >>> from cactus_hf.law import emitted_law
+    >>> target, draft = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([0.8, 0.2, 0.0])
+    >>> emitted_law(target, draft, SpeculativeSampling())
+    tensor([0.2000, 0.3000, 0.5000], dtype=torch.float64)
+    >>> emitted_law(target, draft, Cactus(0.5))
+    tensor([0.6000, 0.2000, 0.2000], dtype=torch.float64)
+
+    ```
+    """
+    check_law_inputs(target_probs, draft_probs, rule)
+    return _law(target_probs.double(), draft_probs.double(), move_rule(rule, target_probs.device))
+
+
+def emitted_divergence(
+    target_logits: Tensor, draft_logits: Tensor | None, rule: AcceptanceRule, *, draft_tokens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """
+    How far the emitted law is from the target's at each drafted position.
+
+    Args:
+        target_logits (`Tensor` of shape `[B, m, V]`):
+            The target's logits at the drafted positions, after logits processors.
+        draft_logits (`Tensor` of shape `[B, m, V]`, or `None`):
+            The draft's. `None` for drafts without probabilities; then `draft_tokens` are needed.
+        rule ([`AcceptanceRule`]):
+            The rule, its parameters one number or one a row.
+        draft_tokens (`Tensor` of shape `[B, m]`, *optional*):
+            The drafted tokens.
+
+    Returns:
+        `tuple` of two `Tensor` of shape `[B, m]`, float64: the Kullback-Leibler divergence KL(h_alg || q) in nats, and the
+        total variation distance. The former may be infinite for [`Mixture`], which can emit what the target cannot; the
+        other rules keep the target's support. Nothing is checked: where the logits are no law, the result is NaN.
+    """
+    kl = torch.zeros(target_logits.shape[:2], dtype=torch.float64, device=target_logits.device)
+    tv = torch.zeros_like(kl)
+    # One position at a time, as the closed form takes about ten copies of its rows.
+    for position in range(target_logits.shape[1]):
+        target_probs = target_logits[:, position].softmax(-1, dtype=torch.float64)
+        if draft_logits is not None:
+            draft_probs = draft_logits[:, position].softmax(-1, dtype=torch.float64)
+        elif draft_tokens is not None:
+            # Padding may be any id, as what comes of it is not used.
+            token = draft_tokens[:, position, None].long().clamp(0, target_logits.shape[2] - 1)
+            draft_probs = torch.zeros_like(target_probs).scatter(-1, token, 1.0)
+        else:
+            raise ValueError("`draft_logits` is None, so `draft_tokens` are needed: pass the ids that were drafted.")
+        law = _law(target_probs, draft_probs, rule)
+        kl[:, position] = (torch.xlogy(law, law) - torch.xlogy(law, target_probs)).sum(-1).clamp(min=0)
+        tv[:, position] = (law - target_probs).abs().sum(-1) / 2
+    return kl, tv
+
+
+def _law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> Tensor:
+    drafted = _draft_every_token(target_probs, draft_probs, rule.needs)
+    if isinstance(rule, Cactus):
+        return _cactus_law(target_probs, draft_probs, rule.raised_prob(drafted))
+    if not rule.shares_residual:
+        raise ValueError(
+            f"There is no closed form for {type(rule).__name__}, whose residual depends on the rejected token. If it does not, "
+            "set its class attribute `shares_residual = True`."
+        )
+    accept = rule.accept(drafted)
+    residual = rule.residual(target_probs, draft_probs, drafted)
+    total = residual.sum(-1, keepdim=True)
+    replacement = torch.where(total > 0, residual / total, target_probs)
+    rejected = (draft_probs * (1 - accept)).sum(-1, keepdim=True)
+    return draft_probs * accept + rejected * replacement
+
+
+def _draft_every_token(target_probs: Tensor, draft_probs: Tensor, needs: frozenset[str]) -> Drafted:
+    """What the rule would know of each token of the vocabulary, had that one been drafted."""
+    entropy = rank = None
+    if "entropy" in needs:
+        entropy = torch.special.entr(target_probs).sum(-1, keepdim=True)
+    if "rank" in needs:
+        ascending = target_probs.sort(-1).values
+        rank = target_probs.shape[-1] - torch.searchsorted(ascending, target_probs.contiguous(), right=True)
+    return Drafted(target_probs, draft_probs, entropy, rank)
+
+
+def _cactus_law(target_probs: Tensor, draft_probs: Tensor, raised_probs: Tensor) -> Tensor:
+    """
+    min(p_x, gamma_x) + q_x A(p_x / q_x) - p_x C(p_x / q_x), where with w_n = (p_n - gamma_n)_+ the mass rejected at n and Z_n
+    the sum of the residual (s_n q - p)_+
+
+        A(r) = sum of w_n s_n / Z_n over the n with s_n > r,    C(r) = sum of w_n / Z_n over the same n,
+
+    for x is in the residual of n just when s_n q_x > p_x. (x = n never is: there p_n > gamma_n >= q_n >= s_n q_n.)
+    """
+    rejected = (draft_probs - raised_probs).clamp(min=0)
+    scale = scale_of_others(raised_probs, target_probs)
+    ratio = torch.where(target_probs > 0, draft_probs / target_probs, torch.inf)
+
+    ascending, order = ratio.sort(-1)
+    num_below = torch.searchsorted(ascending, scale)  # tokens x with p_x / q_x < s_n
+    target_below = _sums_from_zero(target_probs.gather(-1, order)).gather(-1, num_below)
+    draft_below = _sums_from_zero(draft_probs.gather(-1, order)).gather(-1, num_below)
+    # Z_n >= w_n always; where rounding says otherwise, a quotient of rounding errors would come out.
+    total = torch.maximum(scale * target_below - draft_below, rejected)
+    share = torch.where(rejected > 0, rejected / total, 0.0)
+
+    ascending, order = scale.neg().sort(-1)
+    num_above = torch.searchsorted(ascending, ratio.neg())  # tokens n with s_n > p_x / q_x
+    share = share.gather(-1, order)
+    gained = target_probs * _sums_from_zero(share * -ascending).gather(-1, num_above)
+    lost = draft_probs * _sums_from_zero(share).gather(-1, num_above)
+    return torch.minimum(draft_probs, raised_probs) + (gained - lost).clamp(min=0)
+
+
+def _sums_from_zero(values: Tensor) -> Tensor:
+    """Sums of the first 0, 1, ..., V values."""
+    return torch.nn.functional.pad(values.cumsum(-1), (1, 0))

@@ -1,0 +1,187 @@
+"""One key/value cache for rows of different lengths.
+
+The tokens of a row lie at slots 0, 1, ... of the cache, so that a slot is a position and no padding is carried along.
+Every forward pass writes the new tokens of each row at that row's own next slots and reads the slots up to the longest
+row; the attention mask (`cactus_hf.masks`) hides what lies beyond a row's own end. Rolling a row back therefore costs
+nothing: the next pass simply writes at an earlier slot, and what is left behind is masked until it is overwritten.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+GROWTH = 1.5  # a full cache is reallocated this much larger, so that copying costs O(1) a token
+
+
+class Slots(NamedTuple):
+    """Where the next `count` tokens of every row go: row b at slots `first[b]` .. `first[b] + count - 1`.
+
+    `lowest` and `highest` are the extremes of `first`, known to the host so that no pass has to ask the device.
+    """
+
+    first: Tensor  # [B]
+    count: int
+    lowest: int
+    highest: int
+
+    @classmethod
+    def from_host(cls, first: Tensor, count: int, device: torch.device) -> Slots:
+        """`first` is a tensor [B] on the CPU."""
+        return cls(first.to(device, non_blocking=True), count, int(first.min()), int(first.max()))
+
+    @property
+    def width(self) -> int:
+        """Slots in use once these tokens are written."""
+        return self.highest + self.count
+
+    def positions(self) -> Tensor:
+        """[B, count]"""
+        return self.first[:, None] + torch.arange(self.count, device=self.first.device)
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys [B, heads, capacity, key size] and values [B, heads, capacity, value size] of one layer."""
+
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, owner: RaggedCache):
+        super().__init__()
+        self.keys, self.values, self.owner = keys, values, owner
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        slots = self.owner.slots
+        if slots.width > self.keys.shape[2]:
+            capacity = max(slots.width, int(GROWTH * self.keys.shape[2]))
+            self.keys, self.values = _enlarged(self.keys, capacity), _enlarged(self.values, capacity)
+        _write(self.keys, key_states, slots)
+        _write(self.values, value_states, slots)
+        return self.keys[:, :, : slots.width], self.values[:, :, : slots.width]
+
+    def select(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows `index`."""
+        index = index.to(self.keys.device)
+        return self.keys.index_select(0, index), self.values.index_select(0, index)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """A ragged layer is made from a prefilled one, so there is nothing left to initialise."""
+
+    def get_seq_length(self) -> int:
+        return self.owner.slots.highest
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.slots.width, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.18
+
+
+class RaggedCache(Cache):
+    """The ragged cache of a model; see the module's docstring. Set `slots` before every forward pass."""
+
+    slots: Slots  # of the coming forward pass
+    padding: Tensor  # [R] on the CPU, of the rows as they came
+    rows: Tensor  # [B] on the CPU, those still here
+    retired: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]  # rows that left, and their keys and values by layer
+
+    @staticmethod
+    def can_hold(cache: object) -> bool:
+        """Whether every layer of a fresh or prefilled transformers cache is plain or sliding attention."""
+        return isinstance(cache, Cache) and bool(cache.layers) and all(map(_is_supported, cache.layers))
+
+    @classmethod
+    def from_prefilled(cls, cache: Cache, padding: Tensor, num_columns: int) -> RaggedCache:
+        """Take over what transformers prefilled with left-padded rows.
+
+        Args:
+            cache (`Cache`): filled with `num_columns` columns of B rows. It is emptied layer by layer, so that the
+                prompts' states are not held twice; [`RaggedCache.give_back`] fills it again.
+            padding (`torch.Tensor` of shape [B], on the CPU): padded columns of each row.
+        """
+        ragged = cls(layers=[])
+        ragged.padding, ragged.retired = padding, []
+        ragged.rows = torch.arange(len(padding))
+        while cache.layers:
+            layer = cache.layers.pop(0)
+            if getattr(layer, "keys", None) is None:  # it reads another layer's states and has none of its own
+                ragged.layers.append(layer)
+                continue
+            missing = num_columns - layer.keys.shape[2]  # a sliding layer has dropped this many early columns
+            keys, values = (_left_aligned(states, padding, missing) for states in (layer.keys, layer.values))
+            ragged.layers.append(RaggedLayer(keys, values, ragged))
+        return ragged
+
+    def keep(self, index: Tensor, retire: bool) -> None:
+        """Go on with the rows `index` (on the CPU) only; `retire` the others for [`RaggedCache.give_back`]."""
+        layers = self._own_layers()
+        if retire:
+            leaving = torch.ones(len(self.rows), dtype=torch.bool).index_fill_(0, index, False).nonzero()[:, 0]
+            self.retired.append((self.rows[leaving], [layer.select(leaving) for layer in layers]))
+        self.rows = self.rows[index]
+        for layer in layers:
+            layer.keys, layer.values = layer.select(index)
+
+    def give_back(self, cache: Cache, fresh: Cache, num_columns: int) -> Cache:
+        """Fill `cache`, which [`RaggedCache.from_prefilled`] emptied, with `num_columns` columns of all R rows.
+
+        Args:
+            fresh (`Cache`): an empty cache of the same model, to take the layers of.
+        """
+        layers = self._own_layers()
+        parts = [*self.retired, (self.rows, [(layer.keys, layer.values) for layer in layers])]
+        for number, layer in enumerate(layers):
+            states = []
+            for i, like in enumerate((layer.keys, layer.values)):
+                whole = like.new_zeros(len(self.padding), like.shape[1], num_columns, like.shape[3])
+                for rows, saved in parts:
+                    whole[rows.to(whole.device)] = _columns(saved[number][i], self.padding[rows], num_columns)
+                states.append(whole)
+            fresh.layers[self.layers.index(layer)].update(*states)
+        cache.layers = fresh.layers
+        return cache
+
+    def _own_layers(self) -> list[RaggedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
+
+
+def _is_supported(layer: object) -> bool:
+    kind = type(layer)
+    return kind in (DynamicLayer, DynamicSlidingWindowLayer) or kind.__name__ == "DummyLayer"
+
+
+def _write(states: Tensor, new: Tensor, slots: Slots) -> None:
+    if slots.lowest == slots.highest:  # all rows alike: a plain slice is several times cheaper than a scatter
+        states[:, :, slots.lowest : slots.width] = new
+        return
+    row = torch.arange(new.shape[0], device=states.device)[:, None]
+    states[row, :, slots.positions().to(states.device)] = new.transpose(1, 2)
+
+
+def _enlarged(states: Tensor, capacity: int) -> Tensor:
+    # Zeros, not empty memory: a masked slot still enters the products with weight 0, and 0 * nan is nan.
+    larger = states.new_zeros(*states.shape[:2], capacity, states.shape[3])
+    larger[:, :, : states.shape[2]] = states
+    return larger
+
+
+def _left_aligned(states: Tensor, padding: Tensor, missing: int) -> Tensor:
+    """Slots 0.. of each row, from columns that start at `missing` and are padded on the left."""
+    batch, heads, columns, size = states.shape
+    if missing == 0 and not padding.any():
+        return states
+    source = torch.arange(columns + missing) + padding[:, None] - missing  # [B, slots]
+    source = source.clamp(0, columns - 1).to(states.device)  # slots without a column are masked or overwritten
+    return states.gather(2, source[:, None, :, None].expand(batch, heads, -1, size))
+
+
+def _columns(states: Tensor, padding: Tensor, num_columns: int) -> Tensor:
+    """Columns of left-padded rows, from slots; the columns of padding hold anything."""
+    batch, heads, slots, size = states.shape
+    source = (torch.arange(num_columns) - padding[:, None]).clamp(0, slots - 1).to(states.device)
+    return states.gather(2, source[:, None, :, None].expand(batch, heads, -1, size))

@@ -1,0 +1,134 @@
+"""One `generate()` call: prefills target and draft, decodes, and returns transformers' output."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import generation as hf
+
+from . import counters
+from .cached_model import CachedModel, CroppedModel, RaggedModel
+from .config import LENGTH_KEYWORDS, SpeculationOptions, given, rule_for_rows
+from .decoding import Decoder
+from .draft_length import LengthSchedule
+from .drafting import DraftModel
+from .logits import BlockProcessor
+from .outputs import SpeculativeOutput, TokenRows
+from .randomness import make_uniforms
+from .sequences import Sequences
+from .stopping import Stopping
+from .validation import check_batch, check_inputs, check_models, check_positions, check_processors, left_padding
+
+if TYPE_CHECKING:
+    from .generation import Host
+
+
+def speculate(
+    target: Host,
+    draft: Host,
+    options: SpeculationOptions,
+    input_ids: Tensor,
+    processors: hf.LogitsProcessorList,
+    criteria: hf.StoppingCriteriaList,
+    config: hf.GenerationConfig,
+    *,
+    streamer: Any = None,
+    synced_gpus: bool = False,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+    **inputs: Any,
+) -> SpeculativeOutput | Tensor:
+    """Decode the prompts `input_ids` [R, P].
+
+    The arguments are those of transformers' decoding methods, as `generate()` prepared them.
+    """
+    num_rows, prompt_length = input_ids.shape
+    num_sequences = config.num_return_sequences or 1
+    do_sample = bool(config.do_sample)
+
+    check_inputs(inputs, input_ids, streamer, synced_gpus)
+    check_processors(processors)
+    check_models(target, draft, (tokenizer, assistant_tokenizer))
+    check_batch(target, draft, num_rows)
+    padding = left_padding(inputs.get("attention_mask"), num_rows)
+    check_positions(inputs.get("position_ids"), padding, prompt_length)
+    rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)
+    uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
+    length = options.draft_length(given(draft.model.generation_config, list(LENGTH_KEYWORDS)))
+
+    stopping = Stopping(criteria, input_ids.device)
+    max_length = min(config.max_length, stopping.max_length or config.max_length)
+    sequences = Sequences(input_ids, padding, max_length, pad_token_id(config))
+    block_processor = BlockProcessor(
+        processors, num_rows, functools.partial(target.processor_of_row, num_rows=num_rows, num_sequences=num_sequences)
+    )
+    is_returned = config.return_dict_in_generate
+    recorder = counters.Recorder(num_rows, max_length - prompt_length, options.speculation_kl)
+
+    first_logits, target_model = _prefilled(target, input_ids, padding, config, inputs, is_returned)
+    _, draft_model = _prefilled(draft, input_ids, padding, config, _draft_inputs(draft, inputs))
+    source = DraftModel(
+        draft_model, block_processor.for_draft(), first_logits.shape[-1], do_sample, length.confidence_threshold
+    )
+    decoder = Decoder(
+        target_model,
+        source,
+        sequences,
+        rule if do_sample else None,
+        block_processor,
+        LengthSchedule(length, num_rows),
+        stopping,
+        uniforms,
+        recorder,
+        streamer,
+        TokenRows(num_rows) if is_returned and config.output_scores else None,
+        TokenRows(num_rows) if is_returned and config.output_logits else None,
+    )
+    decoder.run(first_logits)
+    if streamer is not None:
+        streamer.end()
+
+    stats = recorder.stats()
+    counters.publish(stats)
+    if not is_returned:
+        return sequences.output()
+    return SpeculativeOutput(
+        sequences=sequences.output(),
+        scores=decoder.scores and decoder.scores.by_token(),
+        logits=decoder.raw_logits and decoder.raw_logits.by_token(),
+        speculation=stats,
+        **{target.cache_name: target_model.returned_cache(int(sequences.length.max()) - 1)},
+    )
+
+
+def pad_token_id(config: hf.GenerationConfig) -> int:
+    """What fills a row behind its end. `generate()` has set it wherever rows can end early."""
+    return 0 if config.pad_token_id is None else int(config.pad_token_id)
+
+
+def _draft_inputs(draft: Host, inputs: dict[str, Any]) -> dict[str, Any]:
+    names = ("attention_mask", "position_ids") if draft.takes("position_ids") else ("attention_mask",)
+    return {name: inputs[name] for name in names if inputs.get(name) is not None}
+
+
+def _prefilled(
+    host: Host,
+    input_ids: Tensor,
+    padding: Tensor,
+    config: hf.GenerationConfig,
+    inputs: dict[str, Any],
+    is_returned: bool = False,
+) -> tuple[Tensor, CachedModel]:
+    """Logits [R, V] behind the prompts, and the model holding them."""
+    num_columns = input_ids.shape[1]
+    cache = inputs.get(host.cache_name)
+    cache = host.fresh_cache() if cache is None else cache
+    if not host.is_ragged:
+        cache.activate_past_recording()
+    logits, cache = host.prefill(input_ids, config, inputs | {host.cache_name: cache, "use_cache": True})
+    if host.is_ragged:
+        return logits, RaggedModel(host, cache, padding, num_columns, config.max_length, is_returned)
+    return logits, CroppedModel(host, cache, inputs.get("attention_mask"), int(padding[0]), num_columns)

@@ -1,0 +1,320 @@
+"""Verification of drafted tokens: how many of each row are kept, and which token follows them.
+
+[`verify`] is the public function, with every check; [`verify_block`] is the same without checks and without waiting for
+the device, for the decoding loop. [`match_greedy`] is their counterpart for greedy decoding.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .acceptance import AcceptanceRule, Drafted, SpeculativeSampling
+from .checks import check_block, check_draft_lengths, check_uniforms
+from .parameters import move_rule
+
+
+class Verification(NamedTuple):
+    """
+    What became of one block of drafted tokens.
+
+    Args:
+        num_accepted (`Tensor` of shape `[B]`, int64): Drafted tokens kept.
+        next_token (`Tensor` of shape `[B]`, int64): The token that follows them: a replacement, or an extra one if all were kept.
+        is_boosted (`Tensor` of shape `[B, m]`, bool): Kept, but lossless speculative sampling would have rejected it with the same
+            uniform.
+        ball_kl (`Tensor` of shape `[B, m]`, float64): KL(h || q) in nats of the law aimed at, from gamma_n and q_n alone; 0 for
+            rules that raise no token and at positions that were not verified.
+        num_verified (`Tensor` of shape `[B]`, int64): Positions up to and including the first rejection.
+        draft_lengths (`Tensor` of shape `[B]`, int64): Drafted tokens of each row, up to the first unusable draft row.
+        bad_target (`Tensor` of shape `[B]`, int64): Position of the first target row that cannot be sampled from, else -1. Then the
+            rest of the row's result means nothing, and the caller must raise [`bad_target_error`].
+    """
+
+    num_accepted: Tensor
+    next_token: Tensor
+    is_boosted: Tensor
+    ball_kl: Tensor
+    num_verified: Tensor
+    draft_lengths: Tensor
+    bad_target: Tensor
+
+
+def verify(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    rule: AcceptanceRule,
+    *,
+    draft_lengths: Tensor | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
+    uniforms: Tensor | None = None,
+) -> Verification:
+    """
+    Keeps or rejects the drafted tokens of each row, in order up to the first rejection, and draws the token that follows.
+
+    Args:
+        target_logits (`Tensor` of shape `[B, m + 1, V]`):
+            The target's logits, after logits processors: row i is the law of drafted token i, and the row after the last
+            drafted token that of the extra token.
+        draft_tokens (`Tensor` of shape `[B, m]`, integer):
+            The drafted tokens.
+        draft_logits (`Tensor` of shape `[B, m, V]`, or `None`):
+            The logits, after logits processors, the tokens were drawn from; `None` if they are no draws (prompt lookup).
+        rule ([`AcceptanceRule`]):
+            The rule, its parameters one number or one a row.
+        draft_lengths (`Tensor` or `list` of shape `[B]`, *optional*, defaults to `m` everywhere):
+            Number of drafted tokens of each row. What lies beyond is ignored, whatever it holds.
+        generator (`torch.Generator`, *optional*):
+            Source of the uniforms, if they are not given; PyTorch's global generator by default.
+        uniforms (`Tensor` of shape `[B, m + 1]`, *optional*):
+            Numbers in [0, 1): one for each drafted token, and the last for the next token.
+
+    Returns:
+        [`Verification`]
+
+    With [`SpeculativeSampling`], and with `Cactus(0)`, the kept tokens and the next one follow the target's law exactly if
+    the drafted tokens were drawn from the draft's.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from cactus_hf.acceptance import Cactus
+    >>> from cactus_hf.verify import verify
+    >>> target = torch.tensor([[[0.2, 0.8], [1.0, 0.0]]]).log()
+    >>> draft = torch.tensor([[[0.8, 0.2]]]).log()
+    >>> uniforms = torch.tensor([[0.5, 0.9]])
+    >>> for delta in (0.0, 0.5):  # the chance of keeping token 0 is .2 / .8, then .6 / .8
+    ...     result = verify(target, torch.tensor([[0]]), draft, Cactus(delta), uniforms=uniforms)
+    ...     print(result.num_accepted.item(), result.next_token.item())
+    0 1
+    1 0
+
+    ```
+    """
+    check_block(target_logits, draft_tokens, draft_logits, rule)
+    lengths = check_draft_lengths(draft_lengths, draft_tokens, vocab_size=target_logits.shape[2])
+    device = target_logits.device
+    if uniforms is None:
+        shape = (draft_tokens.shape[0], draft_tokens.shape[1] + 1)
+        source = device if generator is None else generator.device
+        uniforms = torch.rand(shape, generator=generator, dtype=torch.float64, device=source).to(device)
+    elif generator is not None:
+        raise ValueError("`generator` and `uniforms` were both given: give one of them.")
+    else:
+        check_uniforms(uniforms, draft_tokens)
+
+    result = verify_block(target_logits, draft_tokens, draft_logits, move_rule(rule, device), lengths, uniforms)
+
+    for row, position in enumerate(result.bad_target.tolist()):
+        if position >= 0:
+            raise bad_target_error(row, position)
+    if bool((result.draft_lengths < lengths).any()):
+        warn_bad_draft()
+    return result
+
+
+def verify_block(
+    target_logits: Tensor,
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    rule: AcceptanceRule,
+    draft_lengths: Tensor,
+    uniforms: Tensor,
+) -> Verification:
+    """
+    [`verify`] without its checks and without waiting for the device: all tensors on one device, `draft_lengths` int64.
+
+    Reads of the target and of the draft one log-sum-exp and one logit a position, and one whole row a sequence.
+    """
+    num_drafted = draft_tokens.shape[1]
+    position = torch.arange(num_drafted, device=draft_tokens.device)
+    is_drafted = position < draft_lengths.unsqueeze(1)
+    tokens = draft_tokens.long().masked_fill(~is_drafted, 0)
+
+    # A log-sum-exp tells a row that cannot be sampled from: NaN and +inf go through it, and -inf stands for an empty row.
+    target_lse = _log_sum_exp(target_logits)
+    lengths = draft_lengths
+    draft_prob = torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device)
+    if draft_logits is not None:
+        draft_lse = _log_sum_exp(draft_logits)
+        is_drafted = (is_drafted & draft_lse.isfinite()).long().cumprod(1).bool()
+        lengths = is_drafted.sum(1)
+        draft_prob = _token_prob(draft_logits, draft_lse, tokens)
+    drafted = _describe(rule.needs, target_logits[:, :num_drafted], target_lse[:, :num_drafted], tokens, draft_prob)
+
+    tests = uniforms[:, :num_drafted].double()
+    is_kept = is_drafted & target_lse[:, :num_drafted].isfinite() & (tests < rule.accept(drafted))
+    num_accepted = is_kept.long().cumprod(1).sum(1)
+    is_rejected = num_accepted < lengths
+    num_verified = num_accepted + is_rejected.long()
+    is_accepted = position < num_accepted.unsqueeze(1)
+
+    weights = _row_probs(target_logits, num_accepted)
+    if num_drafted > 0:
+        # The first rejection; for a row without one, any position will do, as its residual is not used.
+        at = num_accepted.clamp(max=num_drafted - 1)
+        residual = _residual(rule, weights, draft_logits, tokens, drafted, at)
+        is_residual = is_rejected & (residual.sum(-1) > 0)
+        weights = torch.where(is_residual.unsqueeze(1), residual, weights)
+    next_token = draw(weights, uniforms[:, num_drafted])
+
+    is_lossless = tests < SpeculativeSampling().accept(drafted)
+    ball_kl = _binary_kl(rule.raised_prob(drafted), drafted.target_prob)
+    return Verification(
+        num_accepted=num_accepted,
+        next_token=next_token,
+        is_boosted=is_accepted & ~is_lossless,
+        ball_kl=ball_kl.where(position < num_verified.unsqueeze(1), 0.0),
+        num_verified=num_verified,
+        draft_lengths=lengths,
+        bad_target=_first_bad_target(target_lse, draft_lengths, num_accepted),
+    )
+
+
+def match_greedy(target_logits: Tensor, draft_tokens: Tensor, draft_lengths: Tensor) -> Verification:
+    """
+    Keeps the drafted tokens that equal the target's most likely ones, up to the first that does not.
+
+    At temperature 0 every rule comes to this, and the text is that of plain greedy decoding. Arguments as in
+    [`verify_block`]; on ties the lowest id is the most likely.
+    """
+    num_drafted = draft_tokens.shape[1]
+    position = torch.arange(num_drafted, device=draft_tokens.device)
+    peak, best = target_logits.max(-1)
+    is_kept = (draft_tokens == best[:, :num_drafted]) & (position < draft_lengths.unsqueeze(1))
+    num_accepted = is_kept.long().cumprod(1).sum(1)
+    return Verification(
+        num_accepted=num_accepted,
+        next_token=best.gather(1, num_accepted.unsqueeze(1)).squeeze(1),
+        is_boosted=torch.zeros_like(is_kept),
+        ball_kl=torch.zeros(is_kept.shape, dtype=torch.float64, device=is_kept.device),
+        num_verified=num_accepted + (num_accepted < draft_lengths).long(),
+        draft_lengths=draft_lengths,
+        bad_target=_first_bad_target(peak, draft_lengths, num_accepted),
+    )
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """
+    Draws one index a row, with probability in proportion to its weight, by inverting the cumulative sum at one uniform.
+
+    Args:
+        weights (`Tensor` of shape `[B, V]`):
+            Weights, 0 or more and of any sum; an index of weight 0 is never drawn (index 0, if a row has nothing else).
+        uniforms (`Tensor` of shape `[B]`):
+            Numbers in [0, 1).
+
+    Returns:
+        `Tensor` of shape `[B]`, int64.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from cactus_hf.verify import draw
+    >>> draw(torch.tensor([[0.0, 1.0, 3.0]]).expand(3, 3), torch.tensor([0.0, 0.24, 0.26]))
+    tensor([1, 1, 2])
+
+    ```
+    """
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    # `uniforms * total` may round up to the total, above which there is nothing.
+    threshold = torch.minimum(uniforms.double() * total, total.nextafter(torch.zeros_like(total)))
+    index = torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).clamp_(max=weights.shape[-1] - 1)
+    # A parallel scan may round the sum up where the weight is 0; the odds are those of one double among all.
+    is_drawable = weights.gather(-1, index) > 0
+    return torch.where(is_drawable, index, weights.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def bad_target_error(row: int, position: int) -> ValueError:
+    """The error for a target row that cannot be sampled from (`Verification.bad_target`)."""
+    return ValueError(
+        f"The target's logits of row {row} at position {position} of the block hold NaN or +inf, or are all -inf, so no token "
+        "can be drawn from them. Check the model's dtype (float16 overflows) and the logits processors: they must leave at least one token."
+    )
+
+
+def warn_bad_draft() -> None:
+    """Warns, once a place in the caller's code, that drafts were dropped because a draft row cannot be sampled from."""
+    warnings.warn(
+        "Some rows of the draft's logits hold NaN or +inf, or are all -inf. The drafts from such a row on are dropped and the "
+        "target is sampled instead: the text is right but slower to come. Check the draft's dtype and weights.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """Log-sum-exp over the vocabulary, summed in float32 (float64 for float64 logits) and returned in float64."""
+    return torch.logsumexp(logits if logits.dtype == torch.float64 else logits.float(), dim=-1).double()
+
+
+def _token_prob(logits: Tensor, lse: Tensor, tokens: Tensor) -> Tensor:
+    """Probabilities `[B, m]` of `tokens`, in float64: they are few, and float32 would round the least likely ones to 0."""
+    return torch.exp(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double() - lse)
+
+
+def _row_probs(logits: Tensor, at: Tensor) -> Tensor:
+    """Probabilities `[B, V]`, in float64, of the row at position `at[b]` of each sequence."""
+    return logits[torch.arange(len(at), device=at.device), at].softmax(-1, dtype=torch.float64)
+
+
+def _describe(needs: frozenset[str], logits: Tensor, lse: Tensor, tokens: Tensor, draft_prob: Tensor) -> Drafted:
+    """What the rule has to know of the drafted tokens, and no more."""
+    entropy = rank = None
+    if "entropy" in needs:
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        entropy = torch.special.entr(logits.softmax(-1, dtype=dtype)).sum(-1).double()
+    if "rank" in needs:
+        rank = (logits > logits.gather(-1, tokens.unsqueeze(-1))).sum(-1)
+    return Drafted(_token_prob(logits, lse, tokens), draft_prob, entropy, rank)
+
+
+def _residual(
+    rule: AcceptanceRule,
+    target_probs: Tensor,
+    draft_logits: Tensor | None,
+    tokens: Tensor,
+    drafted: Drafted,
+    at: Tensor,
+) -> Tensor:
+    """The rule's residual weights `[B, V]`, had the drafted token at position `at[b]` been rejected."""
+    column = at.unsqueeze(1)
+    token = tokens.gather(1, column)
+    if draft_logits is None:
+        draft_probs = torch.zeros_like(target_probs).scatter(1, token, 1.0)
+    else:
+        draft_probs = _row_probs(draft_logits, at)
+        # A rejected token has q_n < p_n under every rule that compares the two. Let the rows, which are rounded otherwise
+        # than the scalars that decided, say so too: then the difference is 0 at n and n cannot come back.
+        least = torch.maximum(draft_probs.gather(1, token), target_probs.gather(1, token))
+        draft_probs = draft_probs.scatter(1, token, least)
+    scalars = Drafted._make(None if field is None else field.gather(1, column).squeeze(1) for field in drafted)
+    return rule.residual(target_probs, draft_probs, scalars)
+
+
+def _binary_kl(raised_prob: Tensor, target_prob: Tensor) -> Tensor:
+    """KL of (gamma, 1 - gamma) from (q, 1 - q) in nats: that of h from q, as the other tokens keep their proportions."""
+    smallest = torch.finfo(target_prob.dtype).tiny
+    gain = raised_prob - target_prob
+    # At q = 0 and q = 1 gamma is q, and both terms are 0. log1p, because gamma is near q when the budget is small.
+    risen = torch.special.xlog1py(raised_prob, gain / target_prob.clamp(min=smallest))
+    fallen = torch.special.xlog1py(1 - raised_prob, -gain / (1 - target_prob).clamp(min=smallest))
+    return (risen + fallen).clamp(min=0)
+
+
+def _first_bad_target(row_sum: Tensor, draft_lengths: Tensor, num_accepted: Tensor) -> Tensor:
+    """Position of the first target row that holds NaN or +inf, or that is reached and empty; -1 if there is none."""
+    position = torch.arange(row_sum.shape[1], device=row_sum.device)
+    # An empty row behind a rejection is no fault: a grammar allows nothing after a token that it forbids.
+    is_empty = (row_sum == -torch.inf) & (position <= num_accepted.unsqueeze(1))
+    is_broken = (row_sum.isnan() | (row_sum == torch.inf)) & (position <= draft_lengths.unsqueeze(1))
+    is_bad = is_empty | is_broken
+    return torch.where(is_bad.any(1), is_bad.to(torch.uint8).argmax(1), -1)
