@@ -1,13 +1,14 @@
 """Acceptance rules: when a drafted token is kept, and what replaces it when it is not.
 
-A rule looks at one position. `q` is the target's law there and `p` the draft's, both after the user's logits processors;
-`n` is the drafted token, a draw from `p`. A rule is a frozen dataclass of its parameters with two pure functions:
+A rule looks at one position. `q` is the target's law there and `p` the draft's, both after the user's logits
+processors; `n` is the drafted token, a draw from `p`. A rule is a frozen dataclass of its parameters with two pure
+functions:
 
 * `accept`: the probability of keeping `n`, from a few scalars of the position;
 * `residual`: the weights over the vocabulary from which a replacement is drawn once `n` has been rejected.
 
-Whatever the rule, the token after a draft kept in full is drawn from the target alone. `verify.py` puts the two functions
-to work; `law.py` gives the law of what comes out.
+Whatever the rule, the token after a draft kept in full is drawn from the target alone. `verify.py` puts the two
+functions to work; `law.py` gives the law of what comes out.
 
 Papers: Cactus, arXiv 2604.04987; speculative sampling, arXiv 2211.17192 and 2302.01318; typical acceptance, arXiv
 2401.10774; mixture, arXiv 2604.07622. Some of them call the target `p`; here the target is `q` throughout.
@@ -26,7 +27,7 @@ from .parameters import Parameter, check_delta, check_parameter, per_row
 
 
 class Drafted(NamedTuple):
-    """What a rule may know of drafted tokens: scalars, all of one shape (`[B, m]` in `accept`, `[B]` in `residual`)."""
+    """What a rule may know of drafted tokens: scalars of one shape, `[B, m]` in `accept` and `[B]` in `residual`."""
 
     target_prob: Tensor  # q_n
     draft_prob: Tensor  # p_n; 1 if the draft gives token ids without probabilities
@@ -34,9 +35,10 @@ class Drafted(NamedTuple):
     rank: Tensor | None = None  # number of tokens strictly more likely to the target; there if the rule needs "rank"
 
 
+@dataclass(frozen=True, eq=False)
 class AcceptanceRule(ABC):
     """
-    Base of the acceptance rules; a new one is a subclass under `@dataclass(frozen=True, eq=False)`.
+    Base of the acceptance rules; a new one is a subclass under `@dataclass(frozen=True, eq=False)`, as this class is.
 
     Parameters may be one number, or a tensor `[B]` with one value a row.
 
@@ -64,7 +66,7 @@ class AcceptanceRule(ABC):
 
     # The equality of dataclasses would ask a tensor for one truth value.
     def _key(self) -> tuple[Any, ...]:
-        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        values = [getattr(self, field.name) for field in fields(self)]
         return (type(self), *(tuple(value.tolist()) if isinstance(value, Tensor) else value for value in values))
 
     def __eq__(self, other: object) -> bool:
@@ -79,8 +81,8 @@ class Cactus(AcceptanceRule):
     """
     Cactus: speculative sampling towards the target with the drafted token raised from q_n to gamma_n.
 
-    Given `n`, the law aimed at is h_n = gamma_n and h_i = s q_i for i != n, with s = (1 - gamma_n) / (1 - q_n): the one that
-    keeps `n` most often among the laws near the target (Theorem 2, Corollary 5). KL(h || q) is at most ln(1 + 2 delta)
+    Given `n`, the law aimed at is h_n = gamma_n and h_i = s q_i for i != n, with s = (1 - gamma_n) / (1 - q_n). Among
+    the laws near the target it keeps `n` most often (Theorem 2, Corollary 5). KL(h || q) is at most ln(1 + 2 delta)
     nats. As h changes with `n`, the law emitted is yet another one: see [`emitted_law`].
 
     Args:
@@ -111,7 +113,7 @@ class Cactus(AcceptanceRule):
         return _ratio(self.raised_prob(drafted), drafted.draft_prob)
 
     def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
-        # (h - p)_+. It is 0 at n without a special case: s q_n <= q_n <= gamma_n, and n is rejected only if gamma_n < p_n.
+        # (h - p)_+. It is 0 at n without a special case, as n is rejected only if p_n > gamma_n >= q_n >= s q_n.
         scale = scale_of_others(self.raised_prob(drafted), drafted.target_prob)
         return (scale.unsqueeze(-1) * target_probs - draft_probs).clamp(min=0)
 
@@ -142,8 +144,8 @@ class TypicalAcceptance(AcceptanceRule):
         alpha (`float` or `Tensor` of shape `[B]`, *optional*, defaults to 0.3):
             Factor on exp(-H(q)), H in nats.
         recovery (`str`, *optional*, defaults to `"argmax"`):
-            What replaces a rejected token: `"argmax"`, the target's most likely one (lowest id on ties), or `"sample"`, a draw
-            from the target.
+            What replaces a rejected token: `"argmax"`, the target's most likely one (lowest id on ties), or
+            `"sample"`, a draw from the target.
     """
 
     epsilon: Parameter = 0.09
@@ -207,7 +209,7 @@ class Mixture(AcceptanceRule):
 
     Args:
         weight (`float` or `Tensor` of shape `[B]`):
-            Weight of the **target**, between 0 and 1, both excluded; transformers calls it `assistant_ensemble_weight`.
+            Weight of the **target**, between 0 and 1, both excluded: transformers' `assistant_ensemble_weight`.
     """
 
     weight: Parameter

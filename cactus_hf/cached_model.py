@@ -45,14 +45,15 @@ class RaggedModel:
         cache (`Cache`): transformers' cache, holding the prompts in `num_columns` columns.
         padding (`torch.Tensor` of shape [B], on the CPU): padded columns of each row.
         max_length (`int`): most columns a row may have.
-        is_returned (`bool`): whether `returned_cache` will be asked for.
+        is_returned (`bool`): whether `returned_cache` will be asked for; then rows that leave are remembered.
     """
 
     def __init__(
         self, host: Host, cache: Cache, padding: Tensor, num_columns: int, max_length: int, is_returned: bool
     ):
         self.host, self.source, self.is_returned = host, cache, is_returned
-        self.cache = RaggedCache.from_prefilled(cache, padding, num_columns)
+        # A cache of the user's stays whole until the call has succeeded
+        self.cache = RaggedCache.from_prefilled(cache, padding, num_columns, is_emptied=not host.is_users(cache))
         self.patterns = patterns_of(host.config)
         self.is_additive = host.attention == "eager"
         self.dtype = next(host.model.parameters()).dtype

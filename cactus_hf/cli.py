@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ def make_parser(argv: Sequence[str]) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `cactus-hf` and returns its exit status: 0, 2 for a mistake of the user's, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what an ASCII terminal cannot show
     try:
         args = make_parser(argv).parse_args(argv)
         return args.run(args) or 0

@@ -74,6 +74,11 @@ class Row:
         """Median over the runs."""
         return statistics.median(self.rates)
 
+    @property
+    def spread(self) -> float:
+        """Fastest minus slowest run, as a share of the median."""
+        return (max(self.rates) - min(self.rates)) / self.tokens_per_second
+
 
 class Comparison:
     """

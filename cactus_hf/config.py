@@ -10,7 +10,7 @@ import torch
 
 from .acceptance import AcceptanceRule, Cactus
 from .draft_length import DraftLength
-from .parameters import check_num_rows, move_rule, repeat_rows
+from .parameters import check_delta, check_num_rows, move_rule, repeat_rows
 
 # Keywords of `generate()` that this package adds
 KEYWORDS = ("cactus_delta", "acceptance_rule", "speculation_kl", "generator")
@@ -80,7 +80,7 @@ def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOpt
                     "`acceptance_rule=`."
                 )
             return None
-        rule = Cactus(delta)
+        rule = Cactus(check_delta(delta, "cactus_delta"))
     if not isinstance(rule, AcceptanceRule):
         raise TypeError(
             f"`acceptance_rule` must be a rule such as `cactus_hf.Cactus(1.0)`, got {type(rule).__name__}: {rule!r}."

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 PROMPT = "Explain in a few sentences why the sky is blue."
 DELTA = 0.25
 REPEATS = 3
+MIN_RUNS = 3  # below it the verdict says nothing on speed
+WIDTH = 80  # of the text under the answer
 PLAIN, LOSSLESS, CACTUS = "plain", "lossless", "cactus"
 
 
@@ -175,50 +178,52 @@ def generate_options(pair: Pair, args: argparse.Namespace) -> tuple[dict[str, An
 
 
 def table(rows: list[Row]) -> str:
-    """The comparison as aligned text."""
-    head = ("", "tokens/s", "range", "x plain", "AL", "acceptance", "emitted KL", "new tokens")
-    plain = rows[0].tokens_per_second
-    lines = [head]
+    """The comparison as aligned text, 80 columns wide."""
+    lines = [("", "delta", "tokens/s", "spread", "x plain", "AL", "acceptance", "emitted KL", "tokens")]
     for row in rows:
         lines.append(
             (
-                row.method if row.delta is None else f"{row.method}, delta {row.delta:g}",
+                row.method,
+                "-" if row.delta is None else f"{row.delta:g}",
                 f"{row.tokens_per_second:.1f}",
-                f"{min(row.rates):.1f} to {max(row.rates):.1f}",
-                f"{row.tokens_per_second / plain:.2f}",
+                f"{row.spread:.0%}" if len(row.rates) > 1 else "-",
+                f"{row.tokens_per_second / rows[0].tokens_per_second:.2f}",
                 *("-" if value is None else f"{value:.2f}" for value in (row.accepted_length, row.acceptance)),
                 "-" if row.emitted_kl is None else f"{row.emitted_kl:.3f}",
-                " ".join(map(str, row.new_tokens)),
+                "-".join(map(str, sorted({min(row.new_tokens), max(row.new_tokens)}))),
             )
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(zip(line, widths)))
+        " ".join([line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])])
         for line in lines
     )
 
 
 def verdict(rows: list[Row]) -> str:
-    """What the table says, in words, and what its columns mean."""
+    """What the table says about speed, in words that claim no more than the runs show, and what its columns mean."""
     plain, _, cactus = rows
+    num_runs = len(plain.rates)
     ratio = cactus.tokens_per_second / plain.tokens_per_second
-    if min(cactus.rates) > max(plain.rates):
+    if num_runs < MIN_RUNS:
+        said = f"{num_runs} of {MIN_RUNS} runs that it takes to tell a difference in speed from noise: no verdict."
+    elif min(cactus.rates) > max(plain.rates):
         said = f"Cactus was {ratio:.2f} times as fast as plain decoding here."
     elif max(cactus.rates) < min(plain.rates):
         said = (
             f"Cactus was not faster than plain decoding here, but {ratio:.2f} times as fast: a round costs more than the "
-            "tokens it\nsaves. Speculation pays where the draft is much cheaper than the target and checking several "
-            "tokens costs about as\nmuch as writing one, as on a GPU or with a larger target."
+            "tokens it saves. Speculation pays where the draft is much cheaper than the target and checking several "
+            "tokens costs about as much as writing one, as on a GPU or with a larger target."
         )
     else:
-        said = f"No clear difference in speed between Cactus and plain decoding here ({ratio:.2f} times, and the ranges overlap)."
-    return (
-        f"{said}\n\n"
-        f"tokens/s: median of {len(plain.rates)} runs of each method in turn, prefill included. AL: drafts kept a round. "
-        "acceptance: kept share of\nthe drafts checked. emitted KL: nats a position between the law the tokens were drawn "
-        "from and the target's own, on the\ntext shown; delta does not bound it. Speed and KL belong together: a faster "
-        "delta pays with a larger KL."
+        said = f"No clear difference in speed between Cactus and plain decoding here: {ratio:.2f} times, but the runs overlap."
+    notes = (
+        f"tokens/s: median of {num_runs} runs of each method, in turn, prefill included; spread: fastest minus slowest, in "
+        "per cent of it. AL: drafts kept a round. acceptance: kept share of the drafts that were checked. emitted KL: nats "
+        "a position between the law the tokens were drawn from and the target's own, in the answer shown; delta does not "
+        "bound it. A larger delta trades KL for speed: read the two together."
     )
+    return "\n\n".join(textwrap.fill(paragraph, WIDTH) for paragraph in (said, notes))
 
 
 def report(args: argparse.Namespace, pair: Pair, shown: Run, rows: list[Row]) -> dict[str, Any]:

@@ -38,9 +38,9 @@ class Style(NamedTuple):
 STYLES = {
     TokenKind.FIRST: Style("first token", "", ("", "")),
     TokenKind.ACCEPTED: Style("accepted", "38;5;28", ("", "")),
-    TokenKind.BOOSTED: Style("accepted thanks to the bonus", "38;5;130;4", ("{", "}")),
+    TokenKind.BOOSTED: Style("kept thanks to the bonus", "38;5;130;4", ("{", "}")),
     TokenKind.REPLACED: Style("rejected and replaced", "38;5;160;1", ("[", "]")),
-    TokenKind.EXTRA: Style("extra, after a whole draft", "38;5;27;3", ("<", ">")),
+    TokenKind.EXTRA: Style("extra", "38;5;27;3", ("<", ">")),
 }
 Markup = Callable[[Piece], str]
 

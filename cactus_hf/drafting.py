@@ -40,7 +40,7 @@ class DraftModel:
     Args:
         model (`CachedModel`): holding the prompts.
         processors (`BlockProcessor`): the target's, so that both laws are processed alike.
-        vocab_size (`int`): the target's V.
+        vocab_sizes (`tuple` of two `int`): the target's V, and the draft's.
         do_sample (`bool`): draw the drafts, or take the most likely token.
         confidence_threshold (`float`): a row stops drafting behind a token that the draft gave less probability.
             That token is kept, as dropping it would make the law of what is proposed another one. 0 never stops.
@@ -50,11 +50,12 @@ class DraftModel:
         self,
         model: CachedModel,
         processors: BlockProcessor,
-        vocab_size: int,
+        vocab_sizes: tuple[int, int],
         do_sample: bool,
         confidence_threshold: float = 0.0,
     ):
-        self.model, self.processors, self.vocab_size = model, processors, vocab_size
+        self.model, self.processors = model, processors
+        self.target_size, self.own_size = vocab_sizes
         self.do_sample, self.confidence_threshold = do_sample, confidence_threshold
         self.cached: Tensor | None = None  # [B] on the CPU: positions fed so far, drafts included
 
@@ -66,8 +67,8 @@ class DraftModel:
         tokens, laws, is_open = sequences.read(-unseen, unseen), [], lengths.to(uniforms.device) > 0
         num_drafted = torch.zeros_like(is_open, dtype=torch.long)
         for i in range(num_drafts):
-            logits = self.model.score(tokens, sequences.slots(i) - tokens.shape[1])[:, -1:]
-            logits = self.processors(fit_vocabulary(logits, self.vocab_size), sequences, offset=i)
+            logits = self.model.score(known(tokens, self.own_size), sequences.slots(i) - tokens.shape[1])[:, -1:]
+            logits = self.processors(fit_vocabulary(logits, self.target_size), sequences, offset=i)
             tokens = self._choose(logits[:, 0], uniforms[:, i])[:, None]
             sequences.write(i, tokens)
             laws.append(logits)
@@ -88,3 +89,8 @@ class DraftModel:
         self.model.keep(index)
         if self.cached is not None:
             self.cached = self.cached[index]
+
+
+def known(tokens: Tensor, vocab_size: int) -> Tensor:
+    """Tokens as a draft with a smaller vocabulary can read them: what it lacks is read as its last id."""
+    return tokens.clamp_max(vocab_size - 1)

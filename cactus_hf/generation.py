@@ -63,11 +63,12 @@ class SpeculativeMixin:
         )
 
     def __reduce_ex__(self, protocol):
-        rebuild, (cls, *rest), *state = super().__reduce_ex__(protocol)
-        return rebuild, (stock_class(cls), *rest), *state  # pickles as the model it was, readable without this package
+        # Pickles as the model it was, readable without this package. Protocol 1 alone does not insist on our class.
+        rebuild, (cls, *rest), *state = super().__reduce_ex__(1)
+        return rebuild, (stock_class(cls), *rest), *state
 
     def __deepcopy__(self, memo):
-        rebuild, args, state, *_ = self.__reduce_ex__(4)
+        rebuild, args, state, *_ = self.__reduce_ex__(1)
         clone = rebuild(*args)
         memo[id(self)] = clone
         clone.__dict__.update(copy.deepcopy(state, memo))
@@ -190,6 +191,10 @@ class Host:
 
     def fresh_cache(self) -> Cache:
         return DynamicCache(config=self.config)
+
+    def is_users(self, cache: Cache) -> bool:
+        """Whether the caller of `generate()` passed this cache in, and so expects to find it filled afterwards."""
+        return getattr(cache, "_is_user_defined", False)
 
     def prefill(self, input_ids: Tensor, generation_config: Any, inputs: dict[str, Any]) -> tuple[Tensor, Cache]:
         """Run the prompt as plain `generate()` would; the last position's logits [B, V], and the filled cache."""

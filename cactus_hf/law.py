@@ -4,9 +4,9 @@ With `q` the target's law and `p` the draft's, a position emits
 
     h_alg(x) = p_x phi(x) + sum_n p_n (1 - phi(n)) g_n(x)
 
-where `phi` is the rule's acceptance and `g_n` its residual after `n` was rejected. For every rule but Cactus g is the same
-for every `n`. For Cactus (arXiv 2604.04987, with the target called q) g_n is (s_n q - p)_+ / Z_n, and the sum is brought
-from V^2 to V log V terms by sorting.
+where `phi` is the rule's acceptance and `g_n` its residual after `n` was rejected. For every rule but Cactus, g is the
+same for all `n`. For Cactus (arXiv 2604.04987, which calls the target q as well) g_n is (s_n q - p)_+ / Z_n, and
+sorting brings the sum over pairs of tokens from V^2 to V log V steps.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from .acceptance import AcceptanceRule, Cactus, Drafted, scale_of_others
-from .checks import check_law_inputs
+from .checks import check_laws
 from .parameters import move_rule
 
 
 def emitted_law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> Tensor:
     """
-    The law of the token emitted at a verified position, over the draft's draw, the acceptance test and the replacement.
+    The law of the token emitted at a verified position: the drafted one if it is kept, else its replacement.
 
     Args:
         target_probs (`Tensor` of shape `[..., V]`):
@@ -34,9 +34,9 @@ def emitted_law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule)
     Returns:
         `Tensor` of shape `[..., V]`, float64.
 
-    For [`SpeculativeSampling`] and `Cactus(0)` it is the target. For `Cactus(delta)` it lies between the two laws at every
-    token, so that it is no farther from the target than the draft is, by any f-divergence, and keeps the target's support;
-    `delta` itself does not bound its divergence (only that of the law aimed at, for each drafted token).
+    For [`SpeculativeSampling`] and `Cactus(0)` it is the target. For `Cactus(delta)` it lies between the two laws at
+    every token, so it keeps the target's support and is, by any f-divergence, no farther from the target than the
+    draft is; `delta` itself does not bound its divergence, only that of the law aimed at for each drafted token.
 
     Example:
 
@@ -52,7 +52,7 @@ def emitted_law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule)
 
     ```
     """
-    check_law_inputs(target_probs, draft_probs, rule)
+    check_laws(target_probs, draft_probs, rule)
     return _law(target_probs.double(), draft_probs.double(), move_rule(rule, target_probs.device))
 
 
@@ -73,9 +73,9 @@ def emitted_divergence(
             The drafted tokens.
 
     Returns:
-        `tuple` of two `Tensor` of shape `[B, m]`, float64: the Kullback-Leibler divergence KL(h_alg || q) in nats, and the
-        total variation distance. The former may be infinite for [`Mixture`], which can emit what the target cannot; the
-        other rules keep the target's support. Nothing is checked: where the logits are no law, the result is NaN.
+        `tuple` of two `Tensor` of shape `[B, m]`, float64: the Kullback-Leibler divergence KL(h_alg || q) in nats, and
+        the total variation distance. The former may be infinite for [`Mixture`], which can emit what the target
+        cannot; the other rules keep the target's support. Nothing is checked: logits that are no law give NaN.
     """
     kl = torch.zeros(target_logits.shape[:2], dtype=torch.float64, device=target_logits.device)
     tv = torch.zeros_like(kl)
@@ -102,8 +102,8 @@ def _law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> Ten
         return _cactus_law(target_probs, draft_probs, rule.raised_prob(drafted))
     if not rule.shares_residual:
         raise ValueError(
-            f"There is no closed form for {type(rule).__name__}, whose residual depends on the rejected token. If it does not, "
-            "set its class attribute `shares_residual = True`."
+            f"There is no closed form for {type(rule).__name__}, as its residual may depend on the rejected token. "
+            "If it does not, set the class attribute `shares_residual = True`."
         )
     accept = rule.accept(drafted)
     residual = rule.residual(target_probs, draft_probs, drafted)
@@ -126,12 +126,12 @@ def _draft_every_token(target_probs: Tensor, draft_probs: Tensor, needs: frozens
 
 def _cactus_law(target_probs: Tensor, draft_probs: Tensor, raised_probs: Tensor) -> Tensor:
     """
-    min(p_x, gamma_x) + q_x A(p_x / q_x) - p_x C(p_x / q_x), where with w_n = (p_n - gamma_n)_+ the mass rejected at n and Z_n
-    the sum of the residual (s_n q - p)_+
+    The law min(p_x, gamma_x) + q_x A(p_x / q_x) - p_x C(p_x / q_x), where
 
         A(r) = sum of w_n s_n / Z_n over the n with s_n > r,    C(r) = sum of w_n / Z_n over the same n,
 
-    for x is in the residual of n just when s_n q_x > p_x. (x = n never is: there p_n > gamma_n >= q_n >= s_n q_n.)
+    w_n = (p_n - gamma_n)_+ is the mass rejected at n, and Z_n the sum of its residual (s_n q - p)_+. In that residual
+    are the x with s_n > p_x / q_x, and n is not among them, as p_n > gamma_n >= q_n >= s_n q_n.
     """
     rejected = (draft_probs - raised_probs).clamp(min=0)
     scale = scale_of_others(raised_probs, target_probs)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+
 if TYPE_CHECKING:
     from .acceptance import AcceptanceRule
 
@@ -22,49 +23,48 @@ def check_parameter(
     name: str, value: Any, is_valid: Callable[[Tensor], Tensor], need: str, is_integer: bool = False
 ) -> float | Tensor:
     """
-    Checks a number, or one number a row, and returns it as a `float` (`int`), or as a tensor `[B]` for a list or a tensor.
+    Checks a number, or one number a row, and returns it as a `float` (or `int`), or as a tensor `[B]`.
 
     `is_valid` must be False for NaN, as every comparison is.
     """
-    kind, number, dtype = (
-        ("an integer", numbers.Integral, torch.int64) if is_integer else ("a number", numbers.Real, torch.float64)
-    )
-    problem = ValueError(f"`{name}` must be {kind} {need}, or one of these a row (list or 1-D tensor); got {value!r}.")
+    kind, dtype = ("an integer", torch.int64) if is_integer else ("a number", torch.float64)
+    problem = ValueError(f"`{name}` must be {kind} {need}, or a list or 1-D tensor with one a row; got {value!r}.")
     if isinstance(value, Tensor):
-        is_typed = not (value.dtype == torch.bool or value.is_complex() or (is_integer and value.is_floating_point()))
-        if value.dim() > 1 or not is_typed:
+        is_integral = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        if value.dim() > 1 or not (is_integral or (value.is_floating_point() and not is_integer)):
             raise problem
-        # A copy: the rule is frozen, whatever the caller does to his tensor afterwards.
-        checked = value.detach().clone() if value.is_floating_point() else value.detach().to(dtype, copy=True)
+        # A copy: the rule is frozen, whatever becomes of the caller's tensor.
+        checked = value.detach().to(dtype if is_integral else value.dtype, copy=True)
     else:
-        entries = list(value) if isinstance(value, (list, tuple)) else [value]
+        entries = value if isinstance(value, (list, tuple)) else [value]
+        number = numbers.Integral if is_integer else numbers.Real
         if any(isinstance(entry, bool) or not isinstance(entry, number) for entry in entries):
             raise problem
-        checked = torch.tensor(entries if isinstance(value, (list, tuple)) else value, dtype=dtype)
+        checked = torch.tensor(value, dtype=dtype)
     if not bool(is_valid(checked).all()):
         raise problem
     return checked if checked.dim() else checked.item()
 
 
-def check_delta(delta: Any) -> float | Tensor:
+def check_delta(delta: Any, name: str = "delta") -> float | Tensor:
     """Checks a budget in nats."""
-    return check_parameter("delta", delta, lambda x: x >= 0, "of nats, 0 (lossless) or more, `inf` allowed")
+    return check_parameter(name, delta, lambda x: x >= 0, "of nats, 0 (lossless) or more, `inf` allowed")
 
 
 def per_row(parameter: Parameter, like: Tensor) -> Any:
-    """A parameter `[B]` shaped to broadcast against `like` `[B, ...]`, and in its dtype; one number stays as it is."""
+    """A parameter `[B]` shaped to broadcast against `like` `[B, ...]`, in its dtype; one number stays as it is."""
     if not isinstance(parameter, Tensor):
         return parameter
     return parameter.to(like.dtype).reshape(-1, *[1] * (like.dim() - 1))
 
 
 def check_num_rows(rule: AcceptanceRule, batch_size: int) -> None:
-    """Raises `ValueError` unless the rule's per-row parameters, if any, have one value for each of `batch_size` rows."""
+    """Raises `ValueError` unless the rule's parameters are single numbers or have one value for each of the rows."""
     for name, value in _tensor_fields(rule).items():
         if len(value) != batch_size:
             raise ValueError(
-                f"`{name}` of {type(rule).__name__} has values for {len(value)} rows, but there are {batch_size} rows: give one "
-                "number for all of them, or one value a row."
+                f"`{name}` of {type(rule).__name__} has values for {len(value)} rows, but there are {batch_size}: "
+                "give one number for all rows, or one value a row."
             )
 
 
@@ -79,12 +79,12 @@ def repeat_rows(rule: Rule, repeats: int) -> Rule:
 
 
 def move_rule(rule: Rule, device: torch.device) -> Rule:
-    """The rule with its per-row parameters on `device`."""
+    """The rule with its parameters on `device`."""
     return _map_tensor_fields(rule, lambda value: value.to(device))
 
 
 def _tensor_fields(rule: AcceptanceRule) -> dict[str, Tensor]:
-    values = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
+    values = {field.name: getattr(rule, field.name) for field in fields(rule)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 

@@ -96,19 +96,20 @@ class RaggedCache(Cache):
         return isinstance(cache, Cache) and bool(cache.layers) and all(map(_is_supported, cache.layers))
 
     @classmethod
-    def from_prefilled(cls, cache: Cache, padding: Tensor, num_columns: int) -> RaggedCache:
+    def from_prefilled(cls, cache: Cache, padding: Tensor, num_columns: int, is_emptied: bool = True) -> RaggedCache:
         """Take over what transformers prefilled with left-padded rows.
 
         Args:
-            cache (`Cache`): filled with `num_columns` columns of B rows. It is emptied layer by layer, so that the
-                prompts' states are not held twice; [`RaggedCache.give_back`] fills it again.
+            cache (`Cache`): filled with `num_columns` columns of B rows.
             padding (`torch.Tensor` of shape [B], on the CPU): padded columns of each row.
+            is_emptied (`bool`): empty `cache` layer by layer, so that the prompts' states are not held twice.
         """
         ragged = cls(layers=[])
         ragged.padding, ragged.retired = padding, []
         ragged.rows = torch.arange(len(padding))
-        while cache.layers:
-            layer = cache.layers.pop(0)
+        layers = cache.layers if is_emptied else list(cache.layers)
+        while layers:
+            layer = layers.pop(0)
             if getattr(layer, "keys", None) is None:  # it reads another layer's states and has none of its own
                 ragged.layers.append(layer)
                 continue
@@ -128,7 +129,7 @@ class RaggedCache(Cache):
             layer.keys, layer.values = layer.select(index)
 
     def give_back(self, cache: Cache, fresh: Cache, num_columns: int) -> Cache:
-        """Fill `cache`, which [`RaggedCache.from_prefilled`] emptied, with `num_columns` columns of all R rows.
+        """Put `num_columns` columns of all R rows into `cache`, in place of what it held.
 
         Args:
             fresh (`Cache`): an empty cache of the same model, to take the layers of.

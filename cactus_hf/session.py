@@ -14,13 +14,13 @@ from .cached_model import CachedModel, CroppedModel, RaggedModel
 from .config import LENGTH_KEYWORDS, SpeculationOptions, given, rule_for_rows
 from .decoding import Decoder
 from .draft_length import LengthSchedule
-from .drafting import DraftModel
+from .drafting import DraftModel, known
 from .logits import BlockProcessor
 from .outputs import SpeculativeOutput, TokenRows
 from .randomness import make_uniforms
 from .sequences import Sequences
 from .stopping import Stopping
-from .validation import check_batch, check_inputs, check_models, check_positions, check_processors, left_padding
+from .validation import check_batch, check_cache, check_inputs, check_models, check_positions, check_processors, left_padding
 
 if TYPE_CHECKING:
     from .generation import Host
@@ -50,6 +50,7 @@ def speculate(
     do_sample = bool(config.do_sample)
 
     check_inputs(inputs, input_ids, streamer, synced_gpus)
+    check_cache(inputs.get(target.cache_name), config)
     check_processors(processors)
     check_models(target, draft, (tokenizer, assistant_tokenizer))
     check_batch(target, draft, num_rows)
@@ -65,14 +66,15 @@ def speculate(
     block_processor = BlockProcessor(
         processors, num_rows, functools.partial(target.processor_of_row, num_rows=num_rows, num_sequences=num_sequences)
     )
-    is_returned = config.return_dict_in_generate
+    is_returned = bool(config.return_dict_in_generate)
+    is_cache_returned = is_returned or target.is_users(inputs.get(target.cache_name))
     recorder = counters.Recorder(num_rows, max_length - prompt_length, options.speculation_kl)
 
-    first_logits, target_model = _prefilled(target, input_ids, padding, config, inputs, is_returned)
-    _, draft_model = _prefilled(draft, input_ids, padding, config, _draft_inputs(draft, inputs))
-    source = DraftModel(
-        draft_model, block_processor.for_draft(), first_logits.shape[-1], do_sample, length.confidence_threshold
-    )
+    first_logits, target_model = _prefilled(target, input_ids, padding, config, inputs, is_cache_returned)
+    draft_ids = known(input_ids, draft.vocab_size)
+    _, draft_model = _prefilled(draft, draft_ids, padding, config, _draft_inputs(draft, inputs))
+    sizes = first_logits.shape[-1], draft.vocab_size
+    source = DraftModel(draft_model, block_processor.for_draft(), sizes, do_sample, length.confidence_threshold)
     decoder = Decoder(
         target_model,
         source,
@@ -93,6 +95,7 @@ def speculate(
 
     stats = recorder.stats()
     counters.publish(stats)
+    cache = target_model.returned_cache(int(sequences.length.max()) - 1) if is_cache_returned else None
     if not is_returned:
         return sequences.output()
     return SpeculativeOutput(
@@ -100,7 +103,7 @@ def speculate(
         scores=decoder.scores and decoder.scores.by_token(),
         logits=decoder.raw_logits and decoder.raw_logits.by_token(),
         speculation=stats,
-        **{target.cache_name: target_model.returned_cache(int(sequences.length.max()) - 1)},
+        **{target.cache_name: cache},
     )
 
 

@@ -113,6 +113,17 @@ def check_inputs(inputs: dict[str, Any], input_ids: Tensor, streamer: Any, synce
         )
 
 
+def check_cache(cache: Any, config: hf.GenerationConfig) -> None:
+    """Raises `ValueError` for caches that cannot be rolled back row by row."""
+    kind = type(cache).__name__
+    if cache is not None and kind != "DynamicCache" or getattr(cache, "offloading", False):
+        cause = f"`cache_implementation={config.cache_implementation!r}`" if config.cache_implementation else f"a `{kind}`"
+        raise ValueError(
+            f"{cause} cannot be rolled back row by row: leave it out, or pass a `DynamicCache`. Speculative decoding makes a "
+            "cache of its own."
+        )
+
+
 def check_processors(processors: Any) -> None:
     for processor in processors:
         if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):

@@ -1,12 +1,11 @@
 """Verification of drafted tokens: how many of each row are kept, and which token follows them.
 
-[`verify`] is the public function, with every check; [`verify_block`] is the same without checks and without waiting for
-the device, for the decoding loop. [`match_greedy`] is their counterpart for greedy decoding.
+[`verify`] is the public function, with every check; [`verify_block`] is the same without checks and without waiting
+for the device, for the decoding loop. [`match_greedy`] is their counterpart for greedy decoding.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,34 +13,20 @@ import torch
 from torch import Tensor
 
 from .acceptance import AcceptanceRule, Drafted, SpeculativeSampling
-from .checks import check_block, check_draft_lengths, check_uniforms
+from .checks import bad_target_error, check_block, check_draft_lengths, check_uniforms, warn_bad_draft
 from .parameters import move_rule
 
 
 class Verification(NamedTuple):
-    """
-    What became of one block of drafted tokens.
+    """What became of a block of drafted tokens. In a row whose `bad_target` is not -1, the rest means nothing."""
 
-    Args:
-        num_accepted (`Tensor` of shape `[B]`, int64): Drafted tokens kept.
-        next_token (`Tensor` of shape `[B]`, int64): The token that follows them: a replacement, or an extra one if all were kept.
-        is_boosted (`Tensor` of shape `[B, m]`, bool): Kept, but lossless speculative sampling would have rejected it with the same
-            uniform.
-        ball_kl (`Tensor` of shape `[B, m]`, float64): KL(h || q) in nats of the law aimed at, from gamma_n and q_n alone; 0 for
-            rules that raise no token and at positions that were not verified.
-        num_verified (`Tensor` of shape `[B]`, int64): Positions up to and including the first rejection.
-        draft_lengths (`Tensor` of shape `[B]`, int64): Drafted tokens of each row, up to the first unusable draft row.
-        bad_target (`Tensor` of shape `[B]`, int64): Position of the first target row that cannot be sampled from, else -1. Then the
-            rest of the row's result means nothing, and the caller must raise [`bad_target_error`].
-    """
-
-    num_accepted: Tensor
-    next_token: Tensor
-    is_boosted: Tensor
-    ball_kl: Tensor
-    num_verified: Tensor
-    draft_lengths: Tensor
-    bad_target: Tensor
+    num_accepted: Tensor  # [B] int64; drafted tokens kept
+    next_token: Tensor  # [B] int64; what follows them: a replacement, or an extra token if all were kept
+    is_boosted: Tensor  # [B, m] bool; kept, where lossless speculative sampling with the same uniform would reject
+    ball_kl: Tensor  # [B, m] float64; KL(h || q) in nats of the law aimed at; 0 if not verified or nothing is raised
+    num_verified: Tensor  # [B] int64; positions up to and including the first rejection
+    draft_lengths: Tensor  # [B] int64; drafted tokens up to the first draft row that is no law
+    bad_target: Tensor  # [B] int64; position of the first target row that is no law, else -1: see `bad_target_error`
 
 
 def verify(
@@ -55,16 +40,16 @@ def verify(
     uniforms: Tensor | None = None,
 ) -> Verification:
     """
-    Keeps or rejects the drafted tokens of each row, in order up to the first rejection, and draws the token that follows.
+    Keeps the drafted tokens of each row up to the first that is rejected, and draws the token that follows them.
 
     Args:
         target_logits (`Tensor` of shape `[B, m + 1, V]`):
-            The target's logits, after logits processors: row i is the law of drafted token i, and the row after the last
-            drafted token that of the extra token.
+            The target's logits, after logits processors: position i holds the law of drafted token i, and the position
+            after the last drafted token that of the extra token.
         draft_tokens (`Tensor` of shape `[B, m]`, integer):
             The drafted tokens.
         draft_logits (`Tensor` of shape `[B, m, V]`, or `None`):
-            The logits, after logits processors, the tokens were drawn from; `None` if they are no draws (prompt lookup).
+            The logits the tokens were drawn from, after logits processors; `None` if they were looked up, not drawn.
         rule ([`AcceptanceRule`]):
             The rule, its parameters one number or one a row.
         draft_lengths (`Tensor` or `list` of shape `[B]`, *optional*, defaults to `m` everywhere):
@@ -77,8 +62,8 @@ def verify(
     Returns:
         [`Verification`]
 
-    With [`SpeculativeSampling`], and with `Cactus(0)`, the kept tokens and the next one follow the target's law exactly if
-    the drafted tokens were drawn from the draft's.
+    With [`SpeculativeSampling`] or `Cactus(0)` the tokens kept and the next one follow the target's law, if those
+    drafted were drawn from the draft's.
 
     Example:
 
@@ -137,7 +122,7 @@ def verify_block(
     is_drafted = position < draft_lengths.unsqueeze(1)
     tokens = draft_tokens.long().masked_fill(~is_drafted, 0)
 
-    # A log-sum-exp tells a row that cannot be sampled from: NaN and +inf go through it, and -inf stands for an empty row.
+    # A log-sum-exp also tells a row that is no law: NaN and +inf come through, and -inf stands for an empty row.
     target_lse = _log_sum_exp(target_logits)
     lengths = draft_lengths
     draft_prob = torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device)
@@ -202,11 +187,11 @@ def match_greedy(target_logits: Tensor, draft_tokens: Tensor, draft_lengths: Ten
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
-    Draws one index a row, with probability in proportion to its weight, by inverting the cumulative sum at one uniform.
+    Draws one index a row in proportion to the weights, by inverting their cumulative sum (in float64) at one uniform.
 
     Args:
         weights (`Tensor` of shape `[B, V]`):
-            Weights, 0 or more and of any sum; an index of weight 0 is never drawn (index 0, if a row has nothing else).
+            Weights, 0 or more, of any sum above 0. An index of weight 0 is never drawn.
         uniforms (`Tensor` of shape `[B]`):
             Numbers in [0, 1).
 
@@ -233,31 +218,13 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(is_drawable, index, weights.argmax(-1, keepdim=True)).squeeze(-1)
 
 
-def bad_target_error(row: int, position: int) -> ValueError:
-    """The error for a target row that cannot be sampled from (`Verification.bad_target`)."""
-    return ValueError(
-        f"The target's logits of row {row} at position {position} of the block hold NaN or +inf, or are all -inf, so no token "
-        "can be drawn from them. Check the model's dtype (float16 overflows) and the logits processors: they must leave at least one token."
-    )
-
-
-def warn_bad_draft() -> None:
-    """Warns, once a place in the caller's code, that drafts were dropped because a draft row cannot be sampled from."""
-    warnings.warn(
-        "Some rows of the draft's logits hold NaN or +inf, or are all -inf. The drafts from such a row on are dropped and the "
-        "target is sampled instead: the text is right but slower to come. Check the draft's dtype and weights.",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
 def _log_sum_exp(logits: Tensor) -> Tensor:
     """Log-sum-exp over the vocabulary, summed in float32 (float64 for float64 logits) and returned in float64."""
     return torch.logsumexp(logits if logits.dtype == torch.float64 else logits.float(), dim=-1).double()
 
 
 def _token_prob(logits: Tensor, lse: Tensor, tokens: Tensor) -> Tensor:
-    """Probabilities `[B, m]` of `tokens`, in float64: they are few, and float32 would round the least likely ones to 0."""
+    """Probabilities `[B, m]` of `tokens`, in float64: they are few, and float32 would round small ones to 0."""
     return torch.exp(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double() - lse)
 
 
@@ -292,16 +259,16 @@ def _residual(
         draft_probs = torch.zeros_like(target_probs).scatter(1, token, 1.0)
     else:
         draft_probs = _row_probs(draft_logits, at)
-        # A rejected token has q_n < p_n under every rule that compares the two. Let the rows, which are rounded otherwise
-        # than the scalars that decided, say so too: then the difference is 0 at n and n cannot come back.
-        least = torch.maximum(draft_probs.gather(1, token), target_probs.gather(1, token))
-        draft_probs = draft_probs.scatter(1, token, least)
+        # A rule that compares the laws rejects only if p_n > q_n. The rows are rounded otherwise than the scalars that
+        # decided; where they disagree, n itself would be drawn again.
+        at_least = target_probs.gather(1, token)
+        draft_probs = draft_probs.scatter(1, token, torch.maximum(draft_probs.gather(1, token), at_least))
     scalars = Drafted._make(None if field is None else field.gather(1, column).squeeze(1) for field in drafted)
     return rule.residual(target_probs, draft_probs, scalars)
 
 
 def _binary_kl(raised_prob: Tensor, target_prob: Tensor) -> Tensor:
-    """KL of (gamma, 1 - gamma) from (q, 1 - q) in nats: that of h from q, as the other tokens keep their proportions."""
+    """KL(h || q) in nats: that of (gamma, 1 - gamma) from (q_n, 1 - q_n), as the others keep their proportions."""
     smallest = torch.finfo(target_prob.dtype).tiny
     gain = raised_prob - target_prob
     # At q = 0 and q = 1 gamma is q, and both terms are 0. log1p, because gamma is near q when the budget is small.

@@ -333,8 +333,8 @@ def pair(
 @cache
 def vocabulary8(seed: int = 0, logit_scale: float = 1.2, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """
-    A Llama with 8 tokens for tests of laws: every token has a probability of the order of 1 % or more in every context,
-    so that all cells of a joint law of three tokens are reached. Two seeds make a target and a draft.
+    A Llama with 8 tokens for tests of laws. Hardly any token has a probability below .5 % in any context, so that all
+    cells of a joint law are reached. Two seeds make a target and a draft; they overlap by about .5.
     """
     return ARCHITECTURES["llama"].build(
         seed=seed, vocab=8, dtype=dtype, logit_scale=logit_scale, hidden_size=16, intermediate_size=32
@@ -360,7 +360,7 @@ class Prompts(NamedTuple):
 
 
 def ragged_prompts(lengths: tuple[int, ...] = (5, 17, 9, 2), vocab: int = VOCAB, seed: int = 5) -> Prompts:
-    """Random prompts of these lengths, left-padded; without special tokens where the vocabulary has room for others."""
+    """Random prompts of these lengths, left-padded; no special tokens where the vocabulary has room for others."""
     generator = torch.Generator().manual_seed(seed)
     lowest = UNK + 1 if vocab > 8 else 0
     rows = [torch.randint(lowest, vocab, (length,), generator=generator) for length in lengths]

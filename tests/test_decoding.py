@@ -1,0 +1,348 @@
+"""The loop through `generate()`: greedy decoding equals plain decoding, and sampling follows the law it should.
+
+Models are float32, where greedy texts are equal to the last token; `tiny.spread` keeps them clear of near-ties.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import tiny
+import torch
+from rounds import round_law
+from torch import Tensor
+
+import cactus_hf
+from cactus_hf import TokenKind
+
+
+NEW_TOKENS = 24
+RAGGED = [
+    (name, attention)
+    for name, row in tiny.ARCHITECTURES.items()
+    if not row.flags & {"alibi", "recurrent", "hybrid", "dynamic_rope"}
+    for attention in row.attention
+]
+ONE_ROW = [name for name, row in tiny.ARCHITECTURES.items() if "alibi" in row.flags and name != "mpt"]
+
+
+@pytest.fixture
+def enabled():
+    """Enables models for one test: they are shared with the others."""
+    models = []
+
+    def enable(model):
+        models.append(model)
+        return cactus_hf.enable(model)
+
+    yield enable
+    for model in models:
+        cactus_hf.disable(model)
+
+
+def greedy(target, draft, prompts: tiny.Prompts, **options) -> list[Tensor]:
+    """New tokens of each row, as `tiny.plain_greedy` gives them."""
+    options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": tiny.PAD, "cactus_delta": 1.0} | options
+    sequences = target.generate(**prompts.inputs, assistant_model=draft, do_sample=False, **options)
+    return list(sequences[:, prompts.input_ids.shape[1] :])
+
+
+def assert_same(rows: list[Tensor], expected: list[Tensor]) -> None:
+    for row, other in zip(rows, expected, strict=True):
+        length = min(len(row), len(other))  # a row that ended early is padded up to the longest
+        assert row[:length].tolist() == other[:length].tolist()
+        assert (row[length:] == tiny.PAD).all() and (other[length:] == tiny.PAD).all()
+
+
+class TestGreedy:
+    @pytest.mark.parametrize(("name", "attention"), RAGGED)
+    def test_ragged_batch_equals_plain_rows(self, enabled, name, attention):
+        target, draft = tiny.pair(name, attention)
+        prompts = tiny.ragged_prompts()
+        assert_same(greedy(enabled(target), draft, prompts, num_assistant_tokens=4), plain(target, prompts))
+
+    @pytest.mark.parametrize("name", ONE_ROW)
+    def test_models_that_build_their_own_masks_run_one_row_at_a_time(self, enabled, name):
+        target, draft = tiny.pair(name, "eager")
+        prompts = tiny.ragged_prompts()
+        for index in range(4):
+            row = prompts.row(index, num_pads=2 * (index % 2))
+            assert_same(greedy(enabled(target), draft, row), plain(target, prompts.row(index)))
+
+    @pytest.mark.parametrize("num_drafts", (1, 2, 7, 40))
+    @pytest.mark.parametrize("name", ("qwen3", "gemma3"))
+    def test_any_draft_length(self, enabled, name, num_drafts):
+        target, draft = tiny.pair(name)
+        prompts = tiny.ragged_prompts((3, 11, 1, 6, 6))
+        assert_same(greedy(enabled(target), draft, prompts, num_assistant_tokens=num_drafts), plain(target, prompts))
+
+    @pytest.mark.parametrize("schedule", ("constant", "heuristic", "heuristic_transient"))
+    def test_any_schedule(self, enabled, schedule):
+        target, draft = tiny.pair("llama")
+        prompts = tiny.ragged_prompts()
+        assert_same(greedy(enabled(target), draft, prompts, num_assistant_tokens_schedule=schedule), plain(target, prompts))
+
+    @pytest.mark.parametrize("name", ("llama", "mistral", "gpt2"))
+    @pytest.mark.parametrize("kind", ("target", "noise"))
+    def test_perfect_and_useless_drafts(self, enabled, name, kind):
+        target = tiny.model(name)
+        draft = target if kind == "target" else tiny.ARCHITECTURES[name].build(seed=99)
+        prompts = tiny.ragged_prompts()
+        options = {"return_dict_in_generate": True, "num_assistant_tokens": 4, "max_new_tokens": 21}
+        output = enabled(target).generate(
+            **prompts.inputs, assistant_model=draft, do_sample=False, cactus_delta=0.0, eos_token_id=None, **options
+        )
+        assert_same(list(output.sequences[:, 17:]), plain(target, prompts, 21))
+        if kind == "target":  # 1 token from the prompt, then 4 rounds of 5
+            assert output.speculation.rounds.tolist() == [4] * 4
+            assert output.speculation.acceptance_rate == 1.0
+        else:
+            assert output.speculation.acceptance_rate < 0.2
+
+    @pytest.mark.parametrize("delta", (0.0, 0.3, 5.0, float("inf")))
+    def test_does_not_depend_on_delta(self, enabled, delta):
+        target, draft = tiny.pair("qwen3", eps=0.2)
+        prompts = tiny.ragged_prompts()
+        assert_same(greedy(enabled(target), draft, prompts, cactus_delta=delta), plain(target, prompts))
+
+    def test_rows_end_early_at_any_of_several_ends(self, enabled):
+        target, draft = tiny.pair("qwen3")
+        prompts = tiny.ragged_prompts((5, 17, 9, 2, 8, 4))
+        texts = plain(target, prompts)
+        ends = [int(texts[0][3]), int(texts[1][10]), int(texts[3][0])]  # in a block, late, and the very first token
+        rows = greedy(enabled(target), draft, prompts, eos_token_id=ends)
+        assert_same(rows, tiny.plain_greedy(target, prompts, NEW_TOKENS, eos_token_id=ends))
+        assert int(rows[3][0]) == ends[2] and (rows[3][1:] == tiny.PAD).all()
+
+    def test_vocabularies_of_different_padding(self, enabled):
+        target = tiny.model("qwen2")
+        prompts = tiny.ragged_prompts()
+        for vocab in (90, 104):
+            draft = tiny.ARCHITECTURES["qwen2"].build(vocab=vocab, seed=0)
+            assert_same(greedy(enabled(target), draft, prompts), plain(target, prompts))
+
+    def test_up_to_the_last_learned_position(self, enabled):
+        """Rows near their end are filled up to the others' drafts, which must not ask for positions that do not exist."""
+        target, draft = tiny.pair("gpt2")
+        prompts = tiny.ragged_prompts((240, 17))
+        options = {"max_length": tiny.MAX_POSITIONS, "num_assistant_tokens": 12, "max_new_tokens": None}
+        assert_same(greedy(enabled(target), draft, prompts, **options), plain(target, prompts, 16))
+
+
+def plain(target, prompts: tiny.Prompts, max_new_tokens: int = NEW_TOKENS) -> list[Tensor]:
+    return tiny.plain_greedy(target, prompts, max_new_tokens)
+
+
+class TestLaw:
+    """Three tokens of a vocabulary of 8: 512 cells for each of 4 prompts of different lengths.
+
+    Level: a correct sampler fails one of these tests with probability 1e-4 or less. Seeds were fixed beforehand.
+    """
+
+    LEVEL = 1e-4
+    PROMPTS = tiny.ragged_prompts((1, 4, 7, 3), vocab=8)
+
+    def frequencies(self, enabled, num_calls: int, **options) -> Tensor:
+        """Counts [4, 8, 8, 8] of the first three new tokens, from batches of 256 rows."""
+        target, draft = enabled(tiny.vocabulary8(0)), tiny.vocabulary8(1)
+        inputs = {name: value.repeat(64, 1) for name, value in self.PROMPTS.inputs.items()}
+        counts = torch.zeros(4, 512)
+        for _ in range(num_calls):
+            tokens = target.generate(
+                **inputs, assistant_model=draft, do_sample=True, max_new_tokens=6, eos_token_id=None, pad_token_id=0, **options
+            )[:, -6:-3]
+            cell = (tokens * torch.tensor([64, 8, 1])).sum(1).view(64, 4)
+            counts += torch.stack([torch.bincount(cell[:, row], minlength=512) for row in range(4)])
+        return counts.view(4, 8, 8, 8)
+
+    def exact(self, rule, num_drafts: int) -> Tensor:
+        """The same law [4, 8, 8, 8] from whole rounds enumerated in float64."""
+        target, draft = (tiny.vocabulary8(seed, dtype=torch.float64) for seed in (0, 1))
+        law = torch.zeros(4, 8, 8, 8, dtype=torch.float64)
+        for row in range(4):
+            prompt = self.PROMPTS.row(row).input_ids[0].tolist()
+
+            def probabilities(model, text, prompt=prompt):
+                with torch.no_grad():
+                    return model(torch.tensor([prompt + list(text)])).logits[0, -1].softmax(-1).tolist()
+
+            for text, chance in round_law(
+                lambda text: probabilities(target, text),
+                lambda text: probabilities(draft, text),
+                rule,
+                num_drafts,
+                num_tokens=3,
+            ).items():
+                law[row][text] = chance
+        return law
+
+    def assert_follows(self, counts: Tensor, law: Tensor) -> None:
+        statistic = degrees = 0.0
+        for observed, chances in zip(counts.flatten(1), law.flatten(1)):
+            expected = chances * observed.sum()
+            is_rare = expected < 5  # pooled into one cell
+            cells = [(observed[~is_rare], expected[~is_rare]), (observed[is_rare].sum()[None], expected[is_rare].sum()[None])]
+            for o, e in cells:
+                o, e = o[e > 0], e[e > 0]
+                statistic += float(((o - e) ** 2 / e).sum())
+                degrees += len(e)
+            degrees -= 1
+        chance = torch.special.gammaincc(*torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64))
+        assert chance > self.LEVEL
+
+    def target_law(self) -> Tensor:
+        return self.exact(cactus_hf.SpeculativeSampling(), 3)
+
+    def test_enumeration_of_lossless_rounds_is_the_target(self):
+        target = tiny.vocabulary8(0, dtype=torch.float64)
+        law = self.target_law()
+        for row, (a, b, c) in product(range(4), [(0, 0, 0), (3, 1, 7), (7, 7, 2)]):
+            prompt = self.PROMPTS.row(row).input_ids[0].tolist()
+            with torch.no_grad():
+                rows = target(torch.tensor([prompt + [a, b]])).logits[0, -3:].softmax(-1)
+            assert torch.isclose(law[row, a, b, c], rows[0, a] * rows[1, b] * rows[2, c], rtol=1e-9, atol=0)
+
+    @pytest.mark.parametrize("num_drafts", (1, 3))
+    def test_delta_0_samples_the_target(self, enabled, num_drafts):
+        counts = self.frequencies(enabled, 40, cactus_delta=0.0, num_assistant_tokens=num_drafts)
+        self.assert_follows(counts, self.target_law())
+
+    @pytest.mark.parametrize("num_drafts", (1, 2, 3))
+    def test_cactus_samples_the_law_of_its_rounds(self, enabled, num_drafts):
+        counts = self.frequencies(enabled, 40, cactus_delta=0.5, num_assistant_tokens=num_drafts)
+        self.assert_follows(counts, self.exact(cactus_hf.Cactus(0.5), num_drafts))
+
+    def test_the_test_can_tell_the_laws_apart(self, enabled):
+        """Delta .5 against the target's law: the level would be useless if this passed."""
+        counts = self.frequencies(enabled, 10, cactus_delta=0.5, num_assistant_tokens=3)
+        with pytest.raises(AssertionError):
+            self.assert_follows(counts, self.target_law())
+
+    @pytest.mark.parametrize(
+        "rule",
+        (
+            cactus_hf.TypicalAcceptance(recovery="sample"),
+            cactus_hf.TypicalAcceptance(),
+            cactus_hf.TopK(3),
+            cactus_hf.Mixture(0.6),
+        ),
+        ids=repr,
+    )
+    def test_other_rules_sample_the_law_of_their_rounds(self, enabled, rule):
+        counts = self.frequencies(enabled, 30, acceptance_rule=rule, num_assistant_tokens=2)
+        self.assert_follows(counts, self.exact(rule, 2))
+
+    def test_delta_of_each_row(self, enabled):
+        deltas = torch.tensor([0.0, 0.5, 0.0, 0.5]).repeat(64)
+        counts = self.frequencies(enabled, 40, cactus_delta=deltas, num_assistant_tokens=2)
+        lossless, raised = self.target_law(), self.exact(cactus_hf.Cactus(0.5), 2)
+        self.assert_follows(counts, torch.stack([lossless[0], raised[1], lossless[2], raised[3]]))
+
+    def test_confidence_threshold_leaves_the_law_as_it_is(self, enabled):
+        """Dropping the unconfident token instead of keeping it would bias what is drafted."""
+        counts = self.frequencies(enabled, 40, cactus_delta=0.0, num_assistant_tokens=3, assistant_confidence_threshold=0.3)
+        self.assert_follows(counts, self.target_law())
+
+    def test_seeded_rows_sample_the_target(self, enabled):
+        generator = torch.Generator().manual_seed(11)
+        counts = self.frequencies(enabled, 40, cactus_delta=0.0, num_assistant_tokens=3, generator=generator)
+        self.assert_follows(counts, self.target_law())
+
+
+class TestSampling:
+    @pytest.mark.parametrize(
+        "rule",
+        (
+            cactus_hf.Cactus(0.0),
+            cactus_hf.Cactus(1.0),
+            cactus_hf.Cactus(float("inf")),
+            cactus_hf.TypicalAcceptance(),
+            cactus_hf.TopK(20),
+        ),
+        ids=repr,
+    )
+    @pytest.mark.parametrize("options", ({"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.2, "temperature": 1.5}), ids=repr)
+    def test_never_leaves_the_targets_support(self, enabled, rule, options):
+        target, draft = tiny.pair("qwen3", eps=0.3)
+        prompts = tiny.ragged_prompts((5, 17, 9, 2) * 8)
+        output = enabled(target).generate(
+            **prompts.inputs,
+            assistant_model=draft,
+            do_sample=True,
+            acceptance_rule=rule,
+            max_new_tokens=20,
+            eos_token_id=None,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+        scores = torch.stack(output.scores, dim=1).gather(2, output.sequences[:, 17:, None])
+        assert torch.isfinite(scores).all()
+
+    @pytest.mark.parametrize("options", ({}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 9}, {"repetition_penalty": 1.5}))
+    def test_draft_and_target_are_processed_alike(self, enabled, options):
+        """A draft that is the target is always right, at any temperature and under any penalty."""
+        target = tiny.model("llama")
+        stats = speculate(enabled(target), target, cactus_delta=0.0, **options).speculation
+        assert stats.acceptance_rate > 0.97  # rounding differs between one token and a block
+
+    def test_acceptance_and_divergence_grow_with_delta(self, enabled):
+        target, draft = tiny.pair("llama", eps=0.2)
+        runs = [
+            speculate(enabled(target), draft, cactus_delta=delta, speculation_kl=True, max_new_tokens=80).speculation
+            for delta in (0.0, 0.05, 0.5, 5.0)
+        ]
+        rates = [run.position_acceptance for run in runs]
+        assert rates == sorted(rates) and rates[-1] > rates[0] + 0.1
+        assert runs[0].ball_kl == 0.0 and runs[0].emitted_kl < 1e-6
+        assert all(run.emitted_kl > runs[0].emitted_kl for run in runs[1:])
+
+    def test_boosted_tokens_occur_with_a_bonus_only(self, enabled):
+        target, draft = tiny.pair("llama", eps=0.2)
+        for delta in (0.0, 1.0):
+            kinds = speculate(enabled(target), draft, cactus_delta=delta, max_new_tokens=60).speculation.kinds
+            assert bool((kinds == TokenKind.BOOSTED).any()) == (delta > 0)
+
+    def test_num_return_sequences(self, enabled):
+        target, draft = tiny.pair("llama")
+        output = speculate(enabled(target), draft, cactus_delta=0.5, num_return_sequences=3)
+        assert output.sequences.shape == (12, 17 + NEW_TOKENS)
+        new = output.sequences[:, 17:].view(4, 3, -1)
+        assert all(not torch.equal(rows[i], rows[j]) for rows in new for i, j in ((0, 1), (0, 2), (1, 2)))
+
+    def test_delta_of_each_prompt_holds_for_all_its_returned_rows(self, enabled):
+        target, draft = tiny.pair("llama", eps=0.2)
+        per_prompt = speculate(enabled(target), draft, cactus_delta=[0.0, 0.0, 2.0, 2.0], num_return_sequences=2)
+        kl = per_prompt.speculation.ball_kl_sum
+        assert (kl[:4] == 0).all() and (kl[4:] > 0).all()
+
+    def test_manual_seed_reproduces(self, enabled):
+        target, draft = tiny.pair("llama")
+        texts = []
+        for _ in range(2):
+            torch.manual_seed(5)
+            texts.append(speculate(enabled(target), draft, cactus_delta=0.5).sequences)
+        assert torch.equal(*texts)
+
+    def test_a_seeded_row_does_not_depend_on_its_neighbours(self, enabled):
+        target, draft = tiny.pair("llama", dtype=torch.float64)
+        prompts = tiny.ragged_prompts()
+        options = {"cactus_delta": 0.5, "assistant_model": draft, "do_sample": True, "max_new_tokens": 30, "eos_token_id": 7}
+        target = enabled(target)
+        together = target.generate(**prompts.inputs, generator=[1, 2, 3, 4], pad_token_id=0, **options)[:, 17:]
+        order = [2, 0, 3, 1]
+        shuffled = {name: value[order] for name, value in prompts.inputs.items()}
+        again = target.generate(**shuffled, generator=[3, 1, 4, 2], pad_token_id=0, **options)[:, 17:]
+        assert torch.equal(again, together[order])
+        for index in range(4):
+            row = prompts.row(index, num_pads=index)
+            alone = target.generate(**row.inputs, generator=[index + 1], pad_token_id=0, **options)[0, row.input_ids.shape[1] :]
+            assert_same([alone], [together[index]])
+
+
+def speculate(target, draft, **options):
+    options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": tiny.PAD} | options
+    return target.generate(
+        **tiny.ragged_prompts().inputs, assistant_model=draft, do_sample=True, return_dict_in_generate=True, **options
+    )

@@ -1,0 +1,634 @@
+"""Verification of a block: degenerate cases one by one, the slow twin, the laws of what is drawn, and bad input."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance, gamma
+from cactus_hf.law import emitted_law
+from cactus_hf.verify import Verification, draw, match_greedy, verify, verify_block
+
+
+INF = math.inf
+NAN = math.nan
+DTYPES = (torch.float32, torch.float64)
+ALMOST_1 = 1 - 2**-53
+RULES = [
+    Cactus(0.0),
+    Cactus(0.5),
+    Cactus(INF),
+    SpeculativeSampling(),
+    TypicalAcceptance(),
+    TypicalAcceptance(recovery="sample"),
+    TopK(2),
+    Mixture(0.4),
+]
+RATIO_RULES = [rule for rule in RULES if not isinstance(rule, (TypicalAcceptance, TopK))]
+BAD_ROWS = {"NaN": [NAN, 0.0, 0.0], "+inf": [INF, 0.0, 0.0], "all -inf": [-INF, -INF, -INF]}
+
+
+def logits(*rows: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
+    """One sequence of rows of probabilities, as logits [1, len(rows), V]."""
+    return torch.tensor([rows], dtype=dtype).log()
+
+
+def verify_one(
+    rule: AcceptanceRule,
+    target: list[list[float]],
+    token: int,
+    draft: list[float] | None,
+    u: float,
+    next_u: float = 0.5,
+    dtype: torch.dtype = torch.float64,
+) -> Verification:
+    """One sequence with one drafted token."""
+    draft_logits = None if draft is None else logits(draft, dtype=dtype)
+    uniforms = torch.tensor([[u, next_u]], dtype=torch.float64)
+    return verify(logits(*target, dtype=dtype), torch.tensor([[token]]), draft_logits, rule, uniforms=uniforms)
+
+
+def replacements(rule: AcceptanceRule, target: list[float], token: int, draft: list[float] | None, u: float) -> set[int]:
+    """Every token that can replace the drafted one, which `u` must reject."""
+    found = set()
+    for next_u in [0.0, ALMOST_1, *torch.linspace(0.0005, 0.9995, 200).tolist()]:
+        result = verify_one(rule, [target, target], token, draft, u, next_u)
+        assert result.num_accepted.item() == 0
+        found.add(result.next_token.item())
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestDegenerateCases:
+    """Section by section of the table of cases: for each the only right answer, in both precisions."""
+
+    target = [[0.0, 0.3, 0.7], [0.2, 0.3, 0.5]]
+
+    @pytest.mark.parametrize("rule", [rule for rule in RULES if not isinstance(rule, Mixture)], ids=str)
+    @pytest.mark.parametrize("draft", [[1.0, 0.0, 0.0], [0.5, 0.2, 0.3], [1e-30, 0.5, 0.5], [0.0, 0.5, 0.5], None])
+    def test_q_is_0_rejects(self, rule: AcceptanceRule, draft: list[float] | None, dtype: torch.dtype) -> None:
+        for next_u in (0.0, 0.5, ALMOST_1):
+            result = verify_one(rule, self.target, 0, draft, u=0.0, next_u=next_u, dtype=dtype)
+            assert result.num_accepted.item() == 0
+            assert result.next_token.item() != 0
+            assert result.ball_kl.item() == 0
+
+    def test_q_is_0_draws_from_the_positive_part_of_q_less_p(self, dtype: torch.dtype) -> None:
+        for rule in (Cactus(INF), Cactus(0.5), SpeculativeSampling()):
+            draws = Counter(
+                verify_one(rule, self.target, 0, [0.5, 0.4, 0.1], 0.0, next_u, dtype).next_token.item()
+                for next_u in (0.0, 0.3, 0.7, ALMOST_1)
+            )
+            assert draws == {2: 4}  # q - p is -.5, -.1 and .6
+
+    def test_q_is_0_is_kept_by_the_mixture_in_its_share(self, dtype: torch.dtype) -> None:
+        for u, expected in ((0.59, 1), (0.61, 0)):
+            result = verify_one(Mixture(0.4), self.target, 0, [0.5, 0.2, 0.3], u, dtype=dtype)
+            assert result.num_accepted.item() == expected
+
+    @pytest.mark.parametrize("rule", RULES, ids=str)
+    @pytest.mark.parametrize("draft", [[1.0, 0.0, 0.0], [0.2, 0.8, 0.0], [0.0, 0.5, 0.5], None])
+    def test_q_is_1_accepts(self, rule: AcceptanceRule, draft: list[float] | None, dtype: torch.dtype) -> None:
+        result = verify_one(rule, [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], 0, draft, ALMOST_1, dtype=dtype)
+        assert result.num_accepted.item() == 1 and result.next_token.item() == 2
+        assert result.ball_kl.item() == 0
+
+    @pytest.mark.parametrize("rule", [Cactus(INF), Cactus(5.0)], ids=str)
+    def test_gamma_is_1_accepts(self, rule: AcceptanceRule, dtype: torch.dtype) -> None:
+        result = verify_one(rule, [[0.3, 0.7], [1.0, 0.0]], 0, [1.0, 0.0], ALMOST_1, dtype=dtype)
+        assert result.num_accepted.item() == 1
+        assert result.ball_kl.item() == pytest.approx(-math.log(0.3), rel=1e-6)
+        assert result.is_boosted.item()
+
+    def test_infinite_delta_keeps_what_float32_would_round_to_0(self, dtype: torch.dtype) -> None:
+        target = torch.tensor([[[0.0, -200.0], [0.0, 0.0]]], dtype=dtype)
+        draft = torch.tensor([[[-INF, 0.0]]], dtype=dtype)
+        result = verify(target, torch.tensor([[1]]), draft, Cactus(INF), uniforms=torch.tensor([[ALMOST_1, 0.0]]).double())
+        assert result.num_accepted.item() == 1
+
+    @pytest.mark.parametrize("rule", RATIO_RULES, ids=str)
+    def test_p_is_0_accepts_just_where_gamma_is_positive(self, rule: AcceptanceRule, dtype: torch.dtype) -> None:
+        draft = [0.0, 0.5, 0.5]
+        target = [[0.1, 0.9, 0.0], [0.2, 0.3, 0.5]]
+        assert verify_one(rule, target, 0, draft, ALMOST_1, dtype=dtype).num_accepted.item() == 1
+        assert verify_one(rule, self.target, 0, draft, 0.0, dtype=dtype).num_accepted.item() == 0
+
+    @pytest.mark.parametrize("rule", RATIO_RULES, ids=str)
+    @pytest.mark.parametrize("target", [[0.2, 0.3, 0.5], [0.3, 0.2, 0.5]])
+    def test_gamma_as_large_as_p_accepts(self, rule: AcceptanceRule, target: list[float], dtype: torch.dtype) -> None:
+        result = verify_one(rule, [target, target], 0, [0.2, 0.3, 0.5], ALMOST_1, dtype=dtype)
+        assert result.num_accepted.item() == 1 and not result.is_boosted.item()
+
+    @pytest.mark.parametrize("dtype_of_logits", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+    def test_draft_equal_to_target_accepts_all(self, dtype_of_logits: torch.dtype, dtype: torch.dtype) -> None:
+        target = (torch.randn(40, 9, 301, generator=torch.Generator().manual_seed(0), dtype=dtype) * 5).to(dtype_of_logits)
+        tokens = torch.randint(301, (40, 8), generator=torch.Generator().manual_seed(1))
+        uniforms = torch.full((40, 9), ALMOST_1, dtype=torch.float64)
+        for rule in RATIO_RULES:
+            result = verify(target, tokens, target[:, :8].clone(), rule, uniforms=uniforms)
+            assert (result.num_accepted == 8).all() and (result.bad_target == -1).all()
+
+    def test_residual_that_sums_to_0_draws_from_q(self, dtype: torch.dtype) -> None:
+        # A one-hot target elsewhere gives q; a rule of which the residual is 0 everywhere must, too.
+        class NoResidual(SpeculativeSampling):
+            def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: object) -> Tensor:
+                return torch.zeros_like(target_probs)
+
+        for next_u, expected in ((0.0, 0), (0.19, 0), (0.21, 1), (0.51, 2), (ALMOST_1, 2)):
+            result = verify_one(
+                NoResidual(), [[0.2, 0.3, 0.5], [1.0, 0.0, 0.0]], 0, [0.8, 0.1, 0.1], 0.9, next_u, dtype
+            )
+            assert result.num_accepted.item() == 0 and result.next_token.item() == expected
+
+    def test_u_at_the_threshold_rejects(self, dtype: torch.dtype) -> None:
+        for u, expected in ((0.5, 0), (math.nextafter(0.5, 0), 1)):
+            result = verify_one(SpeculativeSampling(), [[0.25, 0.75], [0.5, 0.5]], 0, [0.5, 0.5], u, dtype=dtype)
+            assert result.num_accepted.item() == expected
+
+    @pytest.mark.parametrize("draft", [[0.6, 0.2, 0.2], [1.0, 0.0, 0.0], None])
+    @pytest.mark.parametrize("rule", [Cactus(0.0), Cactus(0.05), SpeculativeSampling(), Mixture(0.9)], ids=str)
+    def test_rejected_token_is_not_drawn_again(
+        self, rule: AcceptanceRule, draft: list[float] | None, dtype: torch.dtype
+    ) -> None:
+        assert 0 not in replacements(rule, [0.2, 0.3, 0.5], 0, draft, ALMOST_1)
+
+    @pytest.mark.parametrize("rule", [TypicalAcceptance(recovery="sample", epsilon=0.5), TopK(1)], ids=str)
+    def test_rules_that_replace_from_q_may_draw_the_rejected_token(self, rule: AcceptanceRule, dtype: torch.dtype) -> None:
+        assert replacements(rule, [0.25, 0.3, 0.45], 0, [0.6, 0.2, 0.2], 0.0) == {0, 1, 2}
+
+    @pytest.mark.parametrize("name", BAD_ROWS)
+    @pytest.mark.parametrize("rule", RULES, ids=str)
+    def test_bad_target_row_that_is_reached_raises(self, rule: AcceptanceRule, name: str, dtype: torch.dtype) -> None:
+        for position in (0, 1, 2):
+            target = torch.zeros(3, 3, 3, dtype=dtype)
+            target[1, position] = torch.tensor(BAD_ROWS[name], dtype=dtype)
+            # q = p, so every rule that looks at the ratio keeps all it can; the others keep a token of probability 1/3.
+            with pytest.raises(ValueError, match=f"row 1 at position {position} .*NaN or .inf"):
+                verify(target, torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2, 3, dtype=dtype), rule)
+
+    @pytest.mark.parametrize("name", BAD_ROWS)
+    def test_bad_target_row_behind_a_rejection(self, name: str, dtype: torch.dtype) -> None:
+        # NaN and +inf mean a broken model. An empty row is what a grammar gives behind a token that it forbids.
+        target = torch.stack([torch.tensor([-INF, 0.0, 0.0]), torch.tensor(BAD_ROWS[name]), torch.zeros(3)])[None].to(dtype)
+        tokens, draft = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, 3, dtype=dtype)
+        if name == "all -inf":
+            result = verify(target, tokens, draft, Cactus(1.0))
+            assert result.num_accepted.item() == 0 and result.next_token.item() in (1, 2)
+            assert result.bad_target.item() == -1
+        else:
+            with pytest.raises(ValueError, match="row 0 at position 1 "):
+                verify(target, tokens, draft, Cactus(1.0))
+
+    @pytest.mark.parametrize("name", BAD_ROWS)
+    def test_bad_draft_row_drops_the_rest_of_its_drafts(self, name: str, dtype: torch.dtype) -> None:
+        target = torch.zeros(2, 4, 3, dtype=dtype)
+        target[0, 1] = torch.tensor([-INF, -INF, 0.0])
+        draft = torch.zeros(2, 3, 3, dtype=dtype)
+        draft[0, 1] = torch.tensor(BAD_ROWS[name])
+        tokens = torch.zeros(2, 3, dtype=torch.long)
+        with pytest.warns(RuntimeWarning, match="draft's logits") as caught:
+            for seed in range(20):
+                result = verify(target, tokens, draft, Cactus(0.5), generator=torch.Generator().manual_seed(seed))
+                assert result.draft_lengths.tolist() == [1, 3] and result.num_accepted.tolist() == [1, 3]
+                assert result.num_verified.tolist() == [1, 3]
+                assert result.next_token[0] == 2
+        assert len(caught) == 20
+
+    def test_bad_draft_row_warns_once(self, dtype: torch.dtype) -> None:
+        draft = torch.full((1, 1, 3), NAN, dtype=dtype)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in range(3):
+                verify(torch.zeros(1, 2, 3, dtype=dtype), torch.tensor([[0]]), draft, Cactus(0.5))
+        assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_what_lies_beyond_the_draft_lengths_is_ignored(rule: AcceptanceRule, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    target, draft = torch.randn(2, 64, 5, 6, generator=generator, dtype=dtype)
+    draft = draft[:, :4]
+    tokens = torch.randint(6, (64, 4), generator=generator)
+    lengths = torch.arange(64) % 5
+    uniforms = torch.rand(64, 5, generator=generator, dtype=torch.float64)
+    clean = verify(target, tokens, draft, rule, draft_lengths=lengths, uniforms=uniforms)
+    clean_one_hot = verify(target, tokens, None, rule, draft_lengths=lengths, uniforms=uniforms)
+
+    beyond = torch.arange(5) > lengths[:, None]
+    for junk, token in ((NAN, -1), (INF, 10**9), (-INF, 6), (1e30, -(2**62))):
+        dirty_target = target.masked_fill(beyond[..., None], junk)
+        dirty_draft = draft.masked_fill((beyond[:, 1:])[..., None], junk)
+        dirty_tokens = tokens.masked_fill(beyond[:, 1:], token)
+        result = verify(dirty_target, dirty_tokens, dirty_draft, rule, draft_lengths=lengths.tolist(), uniforms=uniforms)
+        for got, expected in zip(result, clean, strict=True):
+            assert torch.equal(got, expected)
+        result = verify(dirty_target, dirty_tokens, None, rule, draft_lengths=lengths, uniforms=uniforms)
+        for got, expected in zip(result, clean_one_hot, strict=True):
+            assert torch.equal(got, expected)
+        if not isinstance(rule, TypicalAcceptance):  # any rule will do for greedy decoding
+            result = match_greedy(dirty_target, dirty_tokens, lengths)
+            for got, expected in zip(result, match_greedy(target, tokens, lengths), strict=True):
+                assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rule", [*RULES, Cactus([0.0, 1e-6, 0.3, INF]), TopK([1, 2, 3, 9])], ids=str)
+@pytest.mark.parametrize("has_draft_logits", [True, False])
+def test_agrees_with_the_slow_twin(rule: AcceptanceRule, has_draft_logits: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for m, vocab_size in ((0, 3), (1, 1), (1, 2), (2, 7), (3, 8), (5, 13)):
+        for sharpness in (0.5, 3.0):
+            target = torch.randn(4, m + 1, vocab_size, generator=generator, dtype=dtype) * sharpness
+            draft = torch.randn(4, m, vocab_size, generator=generator, dtype=dtype) * sharpness
+            is_removed = torch.rand(4, m + 1, vocab_size, generator=generator) < 0.2
+            is_removed[..., 0] = False
+            target = target.masked_fill(is_removed, -INF)
+            tokens = torch.randint(vocab_size, (4, m), generator=generator)
+            lengths = torch.randint(m + 1, (4,), generator=generator)
+            uniforms = torch.rand(4, m + 1, generator=generator, dtype=torch.float64)
+            if m == 5:
+                draft[1, 2, 0] = NAN
+            draft_logits = draft if has_draft_logits else None
+            result = verify_block(target, tokens, draft_logits, rule, lengths, uniforms)
+            for row in range(4):
+                expected = reference.verify_row(
+                    rule,
+                    row,
+                    target[row].tolist(),
+                    tokens[row].tolist(),
+                    draft[row].tolist() if has_draft_logits else None,
+                    int(lengths[row]),
+                    uniforms[row].tolist(),
+                )
+                for name, value in expected.items():
+                    got = getattr(result, name)[row].tolist()
+                    assert got == (pytest.approx(value, abs=1e-6, rel=1e-5) if name == "ball_kl" else value), name
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_rows_do_not_depend_on_their_neighbours(rule: AcceptanceRule) -> None:
+    generator = torch.Generator().manual_seed(4)
+    target, draft = torch.randn(2, 6, 4, 50, generator=generator)
+    tokens, lengths = torch.randint(50, (6, 3), generator=generator), torch.tensor([0, 1, 2, 3, 3, 3])
+    uniforms = torch.rand(6, 4, generator=generator, dtype=torch.float64)
+    together = verify(target, tokens, draft[:, :3], rule, draft_lengths=lengths, uniforms=uniforms)
+    for row in range(6):
+        at = slice(row, row + 1)
+        length = int(lengths[row])
+        alone = verify(
+            target[at, : length + 1],
+            tokens[at, :length],
+            draft[at, :length],
+            rule,
+            uniforms=torch.cat([uniforms[at, :length], uniforms[at, -1:]], dim=1),
+        )
+        for name in ("num_accepted", "next_token", "num_verified", "draft_lengths", "bad_target"):
+            assert getattr(alone, name).item() == getattr(together, name)[row].item()
+        assert torch.equal(alone.is_boosted, together.is_boosted[at, :length])
+        torch.testing.assert_close(alone.ball_kl, together.ball_kl[at, :length])
+
+
+def test_delta_0_is_speculative_sampling_exactly() -> None:
+    generator = torch.Generator().manual_seed(5)
+    target, draft = torch.randn(2, 2000, 4, 11, generator=generator)
+    tokens = torch.randint(11, (2000, 3), generator=generator)
+    uniforms = torch.rand(2000, 4, generator=generator, dtype=torch.float64)
+    for draft_logits in (draft[:, :3], None):
+        cactus = verify(target, tokens, draft_logits, Cactus(torch.zeros(2000)), uniforms=uniforms)
+        lossless = verify(target, tokens, draft_logits, SpeculativeSampling(), uniforms=uniforms)
+        for got, expected in zip(cactus, lossless, strict=True):
+            assert torch.equal(got, expected)
+        assert not cactus.is_boosted.any() and not cactus.ball_kl.any()
+
+
+def test_a_generator_is_reproducible_and_the_global_one_is_the_default() -> None:
+    target, tokens = torch.zeros(64, 3, 9), torch.zeros(64, 2, dtype=torch.long)
+    results = [
+        verify(target, tokens, None, Cactus(0.1), generator=torch.Generator().manual_seed(seed)).next_token
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    torch.manual_seed(0)
+    assert torch.equal(verify(target, tokens, None, Cactus(0.1)).next_token, results[0])
+
+
+class TestDraw:
+    @settings(deadline=None, max_examples=300)
+    @given(
+        st.lists(st.one_of(st.just(0.0), st.floats(0, 1e3)), min_size=1, max_size=9).filter(lambda x: sum(x) > 0),
+        st.one_of(st.sampled_from([0.0, ALMOST_1]), st.floats(0, ALMOST_1)),
+    )
+    def test_inverts_the_cumulative_sum_and_never_takes_a_zero(self, weights: list[float], u: float) -> None:
+        index = draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([u], dtype=torch.float64)).item()
+        assert weights[index] > 0
+        below, up_to = math.fsum(weights[:index]), math.fsum(weights[: index + 1])
+        tolerance = 1e-12 * math.fsum(weights)
+        assert below - tolerance <= u * math.fsum(weights) <= up_to + tolerance
+
+    @pytest.mark.parametrize("weights", [[0, 1, 0], [1, 0, 0], [0, 0, 1], [5e-324, 0, 0], [0, 5e-324, 0], [0, 1e-300, 1e300]])
+    def test_ends_of_the_unit_interval(self, weights: list[float]) -> None:
+        for u in (0.0, 0.5, ALMOST_1, 1 - 2**-24):
+            index = draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([u], dtype=torch.float64))
+            assert weights[index.item()] > 0
+
+    def test_u_times_total_that_rounds_up_to_the_total(self) -> None:
+        weights = torch.tensor([[3 * 2**-1074, 0.0]], dtype=torch.float64)  # (1 - 2^-53) of it rounds to all of it
+        assert draw(weights, torch.tensor([ALMOST_1], dtype=torch.float64)).item() == 0
+
+    def test_float32_uniforms_and_weights(self) -> None:
+        weights = torch.tensor([[0.0, 0.25, 0.75, 0.0]]).expand(5, 4)
+        assert draw(weights, torch.tensor([0.0, 0.2, 0.25, 0.3, 0.9999999])).tolist() == [1, 1, 2, 2, 2]
+
+    def test_small_weights_of_a_long_row_are_not_lost(self) -> None:
+        # A sum in float32 would stop growing at 2^24 times its terms.
+        weights = torch.ones(1, 2**25, dtype=torch.float32)
+        assert draw(weights, torch.tensor([0.999])).item() == pytest.approx(0.999 * 2**25, rel=1e-6)
+
+
+class TestMatchGreedy:
+    def test_keeps_matches_up_to_the_first_miss(self) -> None:
+        target = torch.nn.functional.one_hot(torch.tensor([[1, 2, 3, 0]] * 5), 4).float()
+        tokens = torch.tensor([[1, 2, 3], [0, 2, 3], [1, 0, 3], [1, 2, 0], [1, 2, 3]])
+        result = match_greedy(target, tokens, torch.tensor([3, 3, 3, 3, 2]))
+        assert result.num_accepted.tolist() == [3, 0, 1, 2, 2]
+        assert result.next_token.tolist() == [0, 1, 2, 3, 3]
+        assert result.num_verified.tolist() == [3, 1, 2, 3, 2]
+        assert result.draft_lengths.tolist() == [3, 3, 3, 3, 2]
+        assert result.bad_target.tolist() == [-1] * 5
+        assert not result.is_boosted.any() and not result.ball_kl.any()
+
+    @pytest.mark.parametrize("vocab_size", [2, 5, 64, 1000])
+    def test_ties_go_to_the_lowest_id(self, vocab_size: int) -> None:
+        target = torch.zeros(1, 2, vocab_size)
+        target[0, 1, 0] = -1
+        result = match_greedy(target, torch.tensor([[0]]), torch.tensor([1]))
+        assert result.num_accepted.item() == 1 and result.next_token.item() == 1
+
+    @pytest.mark.parametrize("name", BAD_ROWS)
+    def test_bad_target_rows(self, name: str) -> None:
+        target = torch.zeros(3, 3, 3)
+        target[1, 1] = torch.tensor(BAD_ROWS[name])
+        tokens = torch.tensor([[0, 0], [0, 0], [0, 0]])
+        assert match_greedy(target, tokens, torch.tensor([2, 2, 2])).bad_target.tolist() == [-1, 1, -1]
+        tokens[1, 0] = 2
+        behind = -1 if name == "all -inf" else 1
+        assert match_greedy(target, tokens, torch.tensor([2, 2, 2])).bad_target.tolist() == [-1, behind, -1]
+        assert match_greedy(target, tokens, torch.tensor([2, 0, 2])).bad_target.tolist() == [-1, -1, -1]
+
+    def test_no_draft(self) -> None:
+        result = match_greedy(torch.eye(3)[None, :1], torch.zeros(1, 0, dtype=torch.long), torch.tensor([0]))
+        assert result.num_accepted.item() == 0 and result.next_token.item() == 0 and result.num_verified.item() == 0
+
+
+class TestBadInput:
+    good = {
+        "target_logits": torch.zeros(2, 4, 5),
+        "draft_tokens": torch.zeros(2, 3, dtype=torch.long),
+        "draft_logits": torch.zeros(2, 3, 5),
+        "rule": Cactus(1.0),
+    }
+
+    def test_good_input_passes(self) -> None:
+        verify(**self.good)
+        verify(**{**self.good, "draft_tokens": self.good["draft_tokens"].to(torch.uint8)})
+        verify(**{**self.good, "target_logits": torch.zeros(2, 4, 5).half(), "rule": Cactus([0.0, INF])})
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"target_logits": torch.zeros(2, 3, 5)}, r"here \[2, 4, V\].*got \[2, 3, 5\]"),
+            ({"target_logits": torch.zeros(1, 4, 5)}, r"here \[2, 4, V\]"),
+            ({"target_logits": torch.zeros(2, 4, 0)}, r"here \[2, 4, V\]"),
+            ({"target_logits": torch.zeros(4, 5)}, "`target_logits` must be a floating tensor of three"),
+            ({"target_logits": torch.zeros(2, 4, 5).long()}, "`target_logits` must be a floating tensor"),
+            ({"target_logits": None}, "`target_logits` must be a floating tensor"),
+            ({"draft_logits": torch.zeros(2, 3, 6)}, r"here \[2, 3, 5\]; got \[2, 3, 6\].*pad the smaller"),
+            ({"draft_logits": torch.zeros(2, 4, 5)}, r"here \[2, 3, 5\]; got \[2, 4, 5\]"),
+            ({"draft_logits": torch.zeros(2, 3)}, "`draft_logits` must be a floating tensor of three"),
+            ({"draft_tokens": torch.zeros(2, 3)}, "`draft_tokens` must be an integer tensor"),
+            ({"draft_tokens": torch.zeros(2, 3).bool()}, "`draft_tokens` must be an integer tensor"),
+            ({"draft_tokens": [[0, 0, 0], [0, 0, 0]]}, "`draft_tokens` must be an integer tensor"),
+            ({"draft_tokens": torch.zeros(6).long()}, "`draft_tokens` must be an integer tensor"),
+            ({"draft_tokens": torch.tensor([[0, 0, 0], [0, 5, 0]])}, "from 0 to 4; got 5 in row 1 at position 1"),
+            ({"draft_tokens": torch.tensor([[0, 0, -1], [0, 0, 0]])}, "got -1 in row 0 at position 2"),
+            ({"draft_tokens": torch.zeros(2, 3, dtype=torch.long, device="meta")}, "must be on one device, not cpu and meta"),
+            ({"rule": 1.0}, r"acceptance rule such as `Cactus\(1.0\)`; got 1.0"),
+            ({"rule": Cactus}, "acceptance rule"),
+            ({"rule": Cactus([1.0, 2.0, 3.0])}, "values for 3 rows, but there are 2"),
+            ({"rule": Mixture([0.5])}, "values for 1 rows, but there are 2"),
+            ({"draft_lengths": [3, 4]}, r"between 0 and m = 3; got \[3, 4\]"),
+            ({"draft_lengths": [-1, 3]}, "between 0 and m = 3"),
+            ({"draft_lengths": [3]}, "2 integers, one a row"),
+            ({"draft_lengths": [1.0, 2.0]}, "2 integers, one a row"),
+            ({"draft_lengths": torch.tensor([True, False])}, "2 integers, one a row"),
+            ({"uniforms": torch.rand(2, 3)}, r"floating tensor of shape \[2, 4\]"),
+            ({"uniforms": torch.zeros(2, 4).long()}, r"floating tensor of shape \[2, 4\]"),
+            ({"uniforms": [0.5]}, r"floating tensor of shape \[2, 4\]"),
+            ({"uniforms": torch.ones(2, 4)}, r"in \[0, 1\)"),
+            ({"uniforms": torch.full((2, 4), -0.1)}, r"in \[0, 1\)"),
+            ({"uniforms": torch.full((2, 4), NAN)}, r"in \[0, 1\)"),
+            ({"uniforms": torch.rand(2, 4, device="meta")}, "`uniforms` must be on cpu"),
+            ({"uniforms": torch.rand(2, 4), "generator": torch.Generator()}, "both given"),
+        ],
+    )
+    def test_is_a_value_error(self, changes: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            verify(**{**self.good, **changes})
+
+
+def test_no_drafts_draw_from_the_target() -> None:
+    target = torch.randn(7, 1, 5, generator=torch.Generator().manual_seed(6))
+    uniforms = torch.rand(7, 1, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    for draft_logits in (torch.zeros(7, 0, 5), None):
+        for rule in RULES:
+            result = verify(target, torch.zeros(7, 0, dtype=torch.long), draft_logits, rule, uniforms=uniforms)
+            expected = draw(target[:, 0].softmax(-1, dtype=torch.float64), uniforms[:, 0])
+            assert torch.equal(result.next_token, expected)
+            assert result.is_boosted.shape == result.ball_kl.shape == (7, 0)
+            assert not result.num_accepted.any() and not result.num_verified.any()
+
+
+def assert_follows(counts: Tensor, law: Tensor, least: float) -> None:
+    """Every cell whose expected count is at least `least` lies within 5 binomial standard errors; impossible cells are empty."""
+    num_draws = counts.sum().item()
+    expected = law * num_draws
+    assert law.sum().item() == pytest.approx(1.0, abs=1e-9)
+    assert (counts[law == 0] == 0).all()
+    is_tested = expected >= least
+    assert is_tested.any()
+    error = (counts - expected) / (expected * (1 - law)).sqrt().clamp(min=1e-9)
+    assert error[is_tested].abs().max() <= 5, (error[is_tested].abs().max(), expected[is_tested])
+    # Cells too rare for a test of their own, taken together.
+    rest = expected[~is_tested].sum()
+    if rest >= least:
+        assert abs(counts[~is_tested].sum() - rest) <= 5 * rest.sqrt()
+
+
+class TestLawOfDraws:
+    """10^6 draws in batches of rows with unequal draft lengths, laws and parameters. Every seed was fixed before the first run."""
+
+    num_draws = 1_000_000
+    lengths = torch.tensor([3, 0, 2, 1])
+
+    def rows(self, vocab_size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        target = torch.randn(4, 4, vocab_size, generator=generator, dtype=torch.float64) * 1.5
+        draft = 0.5 * target[:, :3] + torch.randn(4, 3, vocab_size, generator=generator, dtype=torch.float64)
+        # Tokens that top-k or top-p have removed, on either side; none of those that `tokens` drafts.
+        tokens = torch.randint(1, vocab_size - 1, (4, 3), generator=generator)
+        target[..., -1] = -INF
+        draft[0, :, 0] = -INF
+        return target, draft, tokens
+
+    def check(self, vocab_size: int, rule: AcceptanceRule, drafting: str, seed: int) -> None:
+        target, draft, tokens = self.rows(vocab_size, seed)
+        generator = torch.Generator().manual_seed(seed + 1000)
+        copies, size = 25_000, 4 * 25_000
+        # The rows as the 4 kinds, `copies` times over; a count of each outcome (kind, drafted tokens kept, next token).
+        counts: Counter[tuple[int, ...]] = Counter()
+        repeated = type(rule)(**{
+            name: value.repeat(copies) if isinstance(value, Tensor) else value for name, value in vars(rule).items()
+        })
+        target_logits = target.float().repeat(copies, 1, 1)
+        draft_logits = draft.float().repeat(copies, 1, 1)
+        draft_probs = draft_logits.softmax(-1, dtype=torch.float64)
+        lengths = self.lengths.repeat(copies)
+        kind = torch.arange(4).repeat(copies)
+        for _ in range(self.num_draws // size):
+            if drafting == "drawn":
+                uniforms = torch.rand(size * 3, generator=generator, dtype=torch.float64)
+                drafted = draw(draft_probs.reshape(size * 3, vocab_size), uniforms).reshape(size, 3)
+            else:
+                drafted = tokens.repeat(copies, 1)
+            result = verify(
+                target_logits,
+                drafted,
+                None if drafting == "one-hot" else draft_logits,
+                repeated,
+                draft_lengths=lengths,
+                generator=generator,
+            )
+            # One number for each outcome: kept tokens and the next one in base V + 1, the kind of row on top.
+            code = kind.clone()
+            for i in range(3):
+                code = code * (vocab_size + 1) + torch.where(i < result.num_accepted, drafted[:, i] + 1, 0)
+            code = code * (vocab_size + 1) + result.next_token + 1
+            counts.update(dict(zip(*(x.tolist() for x in code.unique(return_counts=True)), strict=True)))
+
+        for row in range(4):
+            given = None if drafting == "drawn" else tokens[row].tolist()
+            p = draft[row].float().softmax(-1, dtype=torch.float64)
+            if drafting == "one-hot":
+                p = torch.nn.functional.one_hot(tokens[row], vocab_size).double()
+            q = target[row].float().softmax(-1, dtype=torch.float64)
+            law = reference.block_law(rule, row, q.tolist(), p.tolist(), int(self.lengths[row]), given)
+            seen = {code: count for code, count in counts.items() if code // (vocab_size + 1) ** 4 == row}
+            cells = {}
+            for emitted, probability in law.items():
+                code = row
+                for token in [*(n + 1 for n in emitted[:-1]), *[0] * (4 - len(emitted)), emitted[-1] + 1]:
+                    code = code * (vocab_size + 1) + token
+                cells[code] = probability
+            assert seen.keys() <= cells.keys()  # nothing impossible
+            assert_follows(
+                torch.tensor([float(seen.get(code, 0)) for code in cells]),
+                torch.tensor(list(cells.values()), dtype=torch.float64),
+                least=25,
+            )
+
+    @pytest.mark.parametrize("drafting", ["drawn", "given", "one-hot"])
+    @pytest.mark.parametrize("vocab_size", [7, 8])
+    def test_cactus(self, vocab_size: int, drafting: str) -> None:
+        self.check(vocab_size, Cactus([0.3, 1.0, 0.0, INF]), drafting, seed=vocab_size)
+
+    @pytest.mark.parametrize(
+        "rule",
+        [
+            Cactus([0.05, 1.0, 0.5, 0.1]),
+            SpeculativeSampling(),
+            TypicalAcceptance(epsilon=[0.09, 0.09, 0.3, 0.2]),
+            TypicalAcceptance(alpha=[0.3, 0.3, 0.9, 0.5], recovery="sample"),
+            TopK([2, 1, 3, 1]),
+            Mixture([0.5, 0.5, 0.1, 0.9]),
+        ],
+        ids=str,
+    )
+    def test_rules(self, rule: AcceptanceRule) -> None:
+        self.check(8, rule, "drawn", seed=20)
+
+
+def shared_rows(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` of logits, computed once for a batch that is one sequence expanded: the same numbers, at B times the speed."""
+
+    def call(logits: Tensor, *at: Tensor) -> Tensor:
+        assert logits.stride(0) == 0
+        if not at:
+            return function(logits[:1]).expand(len(logits), -1)
+        positions = torch.arange(logits.shape[1])
+        return function(logits[:1].expand(len(positions), -1, -1), positions)[at[0]]
+
+    return call
+
+
+def pool(law: Tensor, num_bins: int) -> Tensor:
+    """A bin for each token, likely tokens first, such that the bins have about the same share of the law."""
+    order = law.argsort(descending=True)
+    middle = law[order].cumsum(0) - law[order] / 2
+    return torch.empty_like(order).scatter(0, order, (middle / law.sum() * num_bins).long().clamp(max=num_bins - 1))
+
+
+def test_law_of_draws_over_a_real_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V of GPT-2, 10^5 draws, rows with and without a draft and with two budgets, pooled to 50 bins of 100 or more."""
+    module = importlib.import_module("cactus_hf.verify")  # the package's attribute of that name is the function
+    for name in ("_log_sum_exp", "_row_probs"):
+        monkeypatch.setattr(module, name, shared_rows(getattr(module, name)))
+    vocab_size, size, num_batches = 50_257, 30, 3334
+    generator = torch.Generator().manual_seed(50_257)
+    zipf = -1.1 * torch.arange(1, vocab_size + 1).log()[torch.randperm(vocab_size, generator=generator)]
+    target = zipf + torch.randn(2, vocab_size, generator=generator)
+    draft = zipf + 1.5 * torch.randn(1, vocab_size, generator=generator)
+    (q, q_next), (p,) = (rows.softmax(-1, dtype=torch.float64) for rows in (target, draft))
+
+    # Three kinds of row: lossless, Cactus, and without a draft.
+    kind = torch.arange(size) % 3
+    rule, lengths = Cactus(torch.where(kind == 1, 0.4, 0.0)), (kind < 2).long()
+    laws = {}
+    for row, delta in enumerate((0.0, 0.4)):
+        kept = torch.minimum(p, gamma(q, delta))
+        laws[row, 1, "drafted"] = kept / 3
+        laws[row, 0, "next"] = (emitted_law(q, p, Cactus(delta)) - kept).clamp(min=0) / 3
+        laws[row, 1, "next"] = kept.sum() * q_next / 3
+    laws[2, 0, "next"] = q / 3
+
+    counts = {cell: torch.zeros(vocab_size, dtype=torch.float64) for cell in laws}
+    ascending = p.cumsum(0)
+    for _ in range(num_batches):
+        uniforms = torch.rand(size, 3, generator=generator, dtype=torch.float64)
+        tokens = torch.searchsorted(ascending, uniforms[:, :1].contiguous(), right=True)
+        result = verify_block(
+            target.expand(size, -1, -1), tokens, draft.expand(size, 1, -1), rule, lengths, uniforms[:, 1:]
+        )
+        for (row, num_accepted, what), count in counts.items():
+            emitted = tokens[:, 0] if what == "drafted" else result.next_token
+            is_here = (kind == row) & (result.num_accepted == num_accepted)
+            count += torch.bincount(emitted[is_here], minlength=vocab_size)
+
+    for cell, law in laws.items():
+        bins = pool(law, 8)
+        pooled, expected = (torch.zeros(8, dtype=torch.float64).index_add(0, bins, x) for x in (counts[cell], law))
+        expected = expected * size * num_batches
+        assert (counts[cell][law == 0] == 0).all()
+        assert expected.min() >= 100
+        error = (pooled - expected) / (expected * (1 - expected / (size * num_batches))).sqrt()
+        assert error.abs().max() <= 5, (cell, error)
