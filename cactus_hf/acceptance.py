@@ -114,7 +114,7 @@ class Cactus(AcceptanceRule):
 
     def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
         # (h - p)_+. It is 0 at n without a special case, as n is rejected only if p_n > gamma_n >= q_n >= s q_n.
-        scale = scale_of_others(self.raised_prob(drafted), drafted.target_prob)
+        scale = scale_of_others(self.raised_prob(drafted), drafted.target_prob).to(target_probs.dtype)
         return (scale.unsqueeze(-1) * target_probs - draft_probs).clamp(min=0)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import io
 import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
+
+from . import __version__
 
 
 class Command(NamedTuple):
@@ -21,7 +22,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("demo", "cactus_hf.demo", "watch an answer being written, and compare plain, lossless and Cactus decoding"),
+    Command("demo", "cactus_hf.demo", "watch an answer being written; compare plain, lossless and Cactus decoding"),
     Command("distill", "cactus_hf.embedded.distill", "make the embedded draft anew by distillation"),
 )
 
@@ -33,17 +34,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def installed_version() -> str:
-    try:
-        return importlib.metadata.version("cactus_hf")
-    except importlib.metadata.PackageNotFoundError:
-        return "run from a folder, not installed"
-
-
 def make_parser(argv: Sequence[str]) -> Parser:
     """The parser for `argv`. Only the module of the command in `argv` is imported, so that help comes at once."""
     parser = Parser(prog="cactus-hf", description="Cactus speculative sampling for transformers' generate().")
-    parser.add_argument("--version", action="version", version=f"cactus-hf {installed_version()}")
+    parser.add_argument("--version", action="version", version=f"cactus-hf {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for command in COMMANDS:

@@ -53,7 +53,7 @@ class Row:
         accepted_length (`float`, *optional*): AL, mean number of kept drafts a round, over the rounds of all runs.
         acceptance (`float`, *optional*): Kept share of the drafts that were checked (those up to a round's first
             rejection), over all runs.
-        emitted_kl (`float`, *optional*): Mean KL in nats, a checked position, from the target's law to the emitted one.
+        emitted_kl (`float`, *optional*): Mean KL(emitted law || target's law) in nats a checked position.
     """
 
     method: str
@@ -67,7 +67,7 @@ class Row:
     @property
     def rates(self) -> list[float]:
         """Tokens a second of each run."""
-        return [tokens / seconds for tokens, seconds in zip(self.new_tokens, self.seconds)]
+        return [tokens / seconds for tokens, seconds in zip(self.new_tokens, self.seconds, strict=True)]
 
     @property
     def tokens_per_second(self) -> float:

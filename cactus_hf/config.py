@@ -65,32 +65,44 @@ def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOpt
         ValueError: for options that contradict one another or cannot be read.
     """
     own = given(call, KEYWORDS)
-    _refuse_conflicts(own, call)
-    lengths: dict[str, Any] = {}
-    for source in reversed([call, *configs]):
-        lengths |= given(source, list(LENGTH_KEYWORDS))
+    _refuse_conflicts(call)
     rule = own.get("acceptance_rule")
-    is_explicit = rule is not None or "cactus_delta" in own
-    if rule is None:
-        delta = own.get("cactus_delta", next((v for c in configs if (v := getattr(c, "cactus_delta", None)) is not None), None))
-        if delta is None:
-            if own:
-                raise ValueError(
-                    f"{_names(own)} given without an acceptance rule: also pass `cactus_delta=` (0 is lossless) or "
-                    "`acceptance_rule=`."
-                )
-            return None
+    delta = own.get("cactus_delta")
+    is_explicit = rule is not None or delta is not None
+    if not is_explicit:
+        delta = next((d for config in configs if (d := _delta_of(config)) is not None), None)
+    if rule is None and delta is not None:
         rule = Cactus(check_delta(delta, "cactus_delta"))
+    if rule is None:
+        if own:
+            raise ValueError(
+                f"{_names(own)} given without an acceptance rule: also pass `cactus_delta=` (0 is lossless) or "
+                "`acceptance_rule=`."
+            )
+        return None
     if not isinstance(rule, AcceptanceRule):
         raise TypeError(
             f"`acceptance_rule` must be a rule such as `cactus_hf.Cactus(1.0)`, got {type(rule).__name__}: {rule!r}."
         )
+    lengths: dict[str, Any] = {}
+    for source in reversed([call, *configs]):
+        lengths |= given(source, list(LENGTH_KEYWORDS))
     return SpeculationOptions(
         rule, is_explicit, bool(own.get("speculation_kl", False)), _checked_generator(own.get("generator")), lengths
     )
 
 
-def _refuse_conflicts(own: dict[str, Any], call: dict[str, Any]) -> None:
+def _delta_of(config: Any) -> Any:
+    delta = getattr(config, "cactus_delta", None)
+    if isinstance(delta, torch.Tensor):
+        raise TypeError(
+            "`generation_config.cactus_delta` must be a number or a list of numbers, as it is saved as JSON: got a tensor. "
+            "Use `.tolist()`."
+        )
+    return delta
+
+
+def _refuse_conflicts(call: dict[str, Any]) -> None:
     rules = given(call, ("cactus_delta", "acceptance_rule", "assistant_ensemble_weight"))
     if len(rules) > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`cactus-hf demo`: writes an answer while showing how each token came about, then what that costs and what it gives."""
+"""`cactus-hf demo`: writes an answer while showing how each token came about, then what that cost and what it gave."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import argparse
 import json
 import math
 import os
-import platform
 import sys
-import textwrap
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 
@@ -16,15 +15,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .comparison import Row, Run
-
 
 PROMPT = "Explain in a few sentences why the sky is blue."
-DELTA = 0.25
-REPEATS = 3
-MIN_RUNS = 3  # below it the verdict says nothing on speed
-WIDTH = 80  # of the text under the answer
-PLAIN, LOSSLESS, CACTUS = "plain", "lossless", "cactus"
+DELTA = 0.25  # nats
+NUM_ASSISTANT_TOKENS = 5
+MAX_NEW_TOKENS = 96
 
 
 class Pair(NamedTuple):
@@ -36,81 +31,106 @@ class Pair(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def _number(lowest: float, highest: float = math.inf, *, whole: bool = False, is_open: bool = False) -> Any:
-    """An argparse type: a number in [lowest, highest], or above `lowest` where `is_open`."""
+def number(
+    lowest: float, highest: float = math.inf, *, is_whole: bool = False, is_open: bool = False
+) -> Callable[[str], float]:
+    """An argparse type: a number in [lowest, highest], or only above `lowest` where `is_open`."""
 
-    def parse(text: str) -> float | int:
+    def parse(text: str) -> float:
         try:
-            value = int(text) if whole else float(text)
+            value = int(text) if is_whole else float(text)
         except ValueError:
             value = math.nan
         if not (lowest < value <= highest or (value == lowest and not is_open)):
-            bounds = f"{'above' if is_open else 'at least'} {lowest:g}"
+            bounds = f"{'above' if is_open else 'of at least'} {lowest:g}"
             bounds += f" and at most {highest:g}" if highest < math.inf else ""
-            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole' if whole else 'a'} number {bounds}")
+            raise argparse.ArgumentTypeError(f"needs a {'whole ' * is_whole}number {bounds}, got {text!r}")
         return value
 
     return parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    models = parser.add_argument_group("models", "without any of these: the embedded pair, from PyPI or the cache")
-    models.add_argument("--pair", metavar="NAME", help="a pair on the Hub, such as qwen3-8b; an unknown name lists all")
-    models.add_argument("--model", metavar="ID", help="target: a folder or an id on the Hub")
-    models.add_argument("--assistant", metavar="ID", help="draft with the target's tokenizer: a folder or an id on the Hub")
-    models.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the GPU if there is one)")
-    models.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="type of the weights (default: the "
-                        "checkpoint's own on a GPU, float32 on a CPU)")  # fmt: skip
-    decoding = parser.add_argument_group("decoding")
-    decoding.add_argument("--prompt", default=PROMPT, help="what to answer (default: %(default)s)")
-    decoding.add_argument("--delta", type=_number(0), default=DELTA, help="budget of Cactus in nats; 0 is lossless, "
-                          "more accepts more drafts and departs further from the target (default: %(default)s)")  # fmt: skip
-    decoding.add_argument("--max-new-tokens", type=_number(1, whole=True), default=96, metavar="N", help="length of an "
-                          "answer (default: %(default)s)")  # fmt: skip
-    decoding.add_argument("--num-assistant-tokens", type=_number(1, whole=True), default=5, metavar="M",
-                          help="drafted tokens a round (default: %(default)s)")  # fmt: skip
-    decoding.add_argument("--temperature", type=_number(0, is_open=True), default=0.7, help="default: %(default)s")
-    decoding.add_argument("--top-k", type=_number(1, whole=True), metavar="K", help="default: off")
-    decoding.add_argument("--top-p", type=_number(0, 1, is_open=True), metavar="P", help="default: off")
-    decoding.add_argument("--seed", type=_number(0, whole=True), default=0, help="default: %(default)s")
-    output = parser.add_argument_group("output")
-    output.add_argument("--repeats", type=_number(1, whole=True), default=REPEATS, metavar="N", help="timed runs of each "
-                        "method; fewer are made where they would take minutes (default: %(default)s)")  # fmt: skip
-    output.add_argument("--json", action="store_true", help="print one JSON object instead")
-    output.add_argument("--no-color", action="store_true", help="mark tokens by brackets instead of colours; so do the "
-                        "environment variable NO_COLOR and an output that is not a terminal")  # fmt: skip
+    """Adds the options of the demo to `parser`."""
+    add = parser.add_argument_group("models", "without any of these: the embedded pair").add_argument
+    add("--pair", metavar="NAME", help="a pair on the Hub, such as qwen3-8b; an unknown name lists all")
+    add("--model", metavar="ID", help="target: a folder or an id on the Hub")
+    add("--assistant", metavar="ID", help="draft with the target's tokenizer: a folder or an id on the Hub")
+    add("--device", help="cpu, cuda, cuda:1, ... (default: the GPU if there is one)")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="of the weights (default: the checkpoint's on a GPU, float32 on a CPU)")
+
+    add = parser.add_argument_group("decoding").add_argument
+    default = "(default: %(default)s)"
+    add("--prompt", default=PROMPT, help=f"what to answer {default}")
+    add(
+        "--delta",
+        type=number(0),
+        default=DELTA,
+        help="budget of Cactus in nats: 0 is lossless, a larger one keeps more drafts and departs further from the "
+        f"target's law {default}",
+    )
+    count = number(1, is_whole=True)
+    add("--max-new-tokens", type=count, default=MAX_NEW_TOKENS, metavar="N", help=f"length of an answer {default}")
+    add(
+        "--num-assistant-tokens",
+        type=count,
+        default=NUM_ASSISTANT_TOKENS,
+        metavar="M",
+        help=f"drafted tokens a round {default}",
+    )
+    add("--temperature", type=number(0, is_open=True), default=0.7, metavar="T", help=default)
+    add("--top-k", type=count, metavar="K", help="(default: off)")
+    add("--top-p", type=number(0, 1, is_open=True), metavar="P", help="(default: off)")
+    add("--seed", type=number(0, is_whole=True), default=0, help=default)
+
+    add = parser.add_argument_group("output").add_argument
+    add(
+        "--repeats",
+        type=count,
+        default=3,
+        metavar="N",
+        help=f"timed runs of each method; fewer where they would take minutes {default}",
+    )
+    add("--json", action="store_true", help="print one JSON object instead")
+    add(
+        "--no-color",
+        action="store_true",
+        help="brackets instead of colours; so do NO_COLOR in the environment and an output that is not a terminal",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demo and returns the exit status."""
-    check_choice(args)
+    check_models(args)
     pair = load(args)
-    from . import display  # late, like all that needs torch: help and mistakes in the options are told at once
+    # Late, like all that needs torch: help and mistakes in the options are told at once
+    from . import display, report
     from .comparison import Comparison, Method
     from .generation import enable
 
-    comparison = Comparison(
-        enable(pair.target), pair.draft, encode(pair, args.prompt), *generate_options(pair, args)
-    )
-    plain, lossless = Method(PLAIN, None), Method(LOSSLESS, 0.0)
-    cactus = Method(CACTUS, args.delta)
-    if args.json:
-        shown = comparison.generate(cactus, args.seed, speculation_kl=True)
-    else:
+    comparison = Comparison(enable(pair.target), pair.draft, encode(pair, args.prompt), *generate_options(pair, args))
+    plain, lossless, cactus = Method("plain", None), Method("lossless", 0.0), Method("cactus", args.delta)
+    options: dict[str, Any] = {"speculation_kl": True}
+    if not args.json:
         markup = display.ansi if has_color(args) else display.marked
-        print(f"{describe(pair)}\n\n{display.legend(markup)}\n\n> {args.prompt}\n")
-        streamer = display.TokenStreamer(pair.tokenizer, markup)
-        shown = comparison.generate(cactus, args.seed, speculation_kl=True, streamer=streamer)
+        models = report.describe(pair.name, pair.target, pair.draft)
+        print(f"{models}\n\n{display.legend(markup)}\n\n> {args.prompt}\n")
+        options["streamer"] = display.TokenStreamer(pair.tokenizer, markup)
+    shown = comparison.generate(cactus, args.seed, **options)
     rows = comparison.rows((plain, lossless, cactus), args.seed, args.repeats, {cactus: shown})
     if args.json:
-        print(json.dumps(report(args, pair, shown, rows), allow_nan=False))
+        facts = report.as_json(rows, shown, pair.tokenizer, pair.target, pair.draft)
+        settings = {name: value for name, value in vars(args).items() if name not in ("run", "command", "json")}
+        settings["delta"] = report.json_number(args.delta)
+        print(json.dumps({"settings": settings, "pair": pair.name, **facts}, allow_nan=False))
     else:
-        print(f"\n{table(rows)}\n\n{verdict(rows)}")
+        print(f"\n{report.table(rows)}\n\n{report.verdict(rows)}\n\n{report.NOTES}")
     return 0
 
 
-def check_choice(args: argparse.Namespace) -> None:
-    """Refuses options that name no pair, or two."""
+def check_models(args: argparse.Namespace) -> None:
+    """Refuses options that name two pairs, or half of one."""
     if args.pair and (args.model or args.assistant):
         raise ValueError("--pair names both models: give either --pair, or --model and --assistant.")
     if bool(args.model) != bool(args.assistant):
@@ -119,34 +139,14 @@ def check_choice(args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace) -> Pair:
-    """The pair that the options name, or the embedded one."""
-    from . import pairs
+    """The pair that the options name, or else the embedded one."""
+    from . import embedded, pairs
 
     names = pairs.named(args.pair) if args.pair else (args.model, args.assistant)
     device = pairs.find_device(args.device)
     if all(names):
         return Pair(" + ".join(names), *pairs.load(*names, device=device, dtype=args.dtype))
-    from . import embedded
-
     return Pair("embedded pair", *embedded.load_pair(device=device, dtype=args.dtype))
-
-
-def describe(pair: Pair) -> str:
-    sizes = " + ".join(f"{model.num_parameters() / 1e6:,.0f} M" for model in (pair.target, pair.draft))
-    return f"{pair.name} ({sizes} parameters), {device_name(pair.target)}, {str(pair.target.dtype)[6:]}"
-
-
-def device_name(model: PreTrainedModel) -> str:
-    import torch
-
-    if model.device.type == "cuda":
-        return torch.cuda.get_device_name(model.device)
-    return f"{model.device.type} with {torch.get_num_threads()} threads" if model.device.type == "cpu" else str(model.device)
-
-
-def has_color(args: argparse.Namespace) -> bool:
-    wanted = not args.no_color and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return wanted and sys.stdout.isatty()
 
 
 def encode(pair: Pair, prompt: str) -> dict[str, torch.Tensor]:
@@ -164,7 +164,7 @@ def encode(pair: Pair, prompt: str) -> dict[str, torch.Tensor]:
 
 
 def generate_options(pair: Pair, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of `generate()` for every method, and those for the methods with a draft."""
+    """Options of `generate()` for every method, and those only for methods with a draft."""
     pad = pair.tokenizer.pad_token_id
     options = {
         "max_new_tokens": args.max_new_tokens,
@@ -177,93 +177,6 @@ def generate_options(pair: Pair, args: argparse.Namespace) -> tuple[dict[str, An
     return options, {"num_assistant_tokens": args.num_assistant_tokens}
 
 
-def table(rows: list[Row]) -> str:
-    """The comparison as aligned text, 80 columns wide."""
-    lines = [("", "delta", "tokens/s", "spread", "x plain", "AL", "acceptance", "emitted KL", "tokens")]
-    for row in rows:
-        lines.append(
-            (
-                row.method,
-                "-" if row.delta is None else f"{row.delta:g}",
-                f"{row.tokens_per_second:.1f}",
-                f"{row.spread:.0%}" if len(row.rates) > 1 else "-",
-                f"{row.tokens_per_second / rows[0].tokens_per_second:.2f}",
-                *("-" if value is None else f"{value:.2f}" for value in (row.accepted_length, row.acceptance)),
-                "-" if row.emitted_kl is None else f"{row.emitted_kl:.3f}",
-                "-".join(map(str, sorted({min(row.new_tokens), max(row.new_tokens)}))),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        " ".join([line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])])
-        for line in lines
-    )
-
-
-def verdict(rows: list[Row]) -> str:
-    """What the table says about speed, in words that claim no more than the runs show, and what its columns mean."""
-    plain, _, cactus = rows
-    num_runs = len(plain.rates)
-    ratio = cactus.tokens_per_second / plain.tokens_per_second
-    if num_runs < MIN_RUNS:
-        said = f"{num_runs} of {MIN_RUNS} runs that it takes to tell a difference in speed from noise: no verdict."
-    elif min(cactus.rates) > max(plain.rates):
-        said = f"Cactus was {ratio:.2f} times as fast as plain decoding here."
-    elif max(cactus.rates) < min(plain.rates):
-        said = (
-            f"Cactus was not faster than plain decoding here, but {ratio:.2f} times as fast: a round costs more than the "
-            "tokens it saves. Speculation pays where the draft is much cheaper than the target and checking several "
-            "tokens costs about as much as writing one, as on a GPU or with a larger target."
-        )
-    else:
-        said = f"No clear difference in speed between Cactus and plain decoding here: {ratio:.2f} times, but the runs overlap."
-    notes = (
-        f"tokens/s: median of {num_runs} runs of each method, in turn, prefill included; spread: fastest minus slowest, in "
-        "per cent of it. AL: drafts kept a round. acceptance: kept share of the drafts that were checked. emitted KL: nats "
-        "a position between the law the tokens were drawn from and the target's own, in the answer shown; delta does not "
-        "bound it. A larger delta trades KL for speed: read the two together."
-    )
-    return "\n\n".join(textwrap.fill(paragraph, WIDTH) for paragraph in (said, notes))
-
-
-def report(args: argparse.Namespace, pair: Pair, shown: Run, rows: list[Row]) -> dict[str, Any]:
-    """Everything the demo found, for `--json`."""
-    import torch
-    import transformers
-
-    from .counters import TokenKind
-    from .display import Detokenizer
-
-    detokenizer = Detokenizer(pair.tokenizer)
-    kinds = [] if shown.stats is None else shown.stats.kinds[0].tolist()
-    tokens = [
-        {"id": token, "text": detokenizer.push(token), "kind": TokenKind(kind).name.lower()}
-        for token, kind in zip(shown.tokens, kinds)
-    ]
-    settings = {name: value for name, value in vars(args).items() if name not in ("run", "command", "json", "no_color")}
-    settings["delta"] = args.delta if math.isfinite(args.delta) else "inf"  # JSON has no infinity
-    return {
-        "settings": settings,
-        "pair": pair.name,
-        "parameters": {"target": pair.target.num_parameters(), "draft": pair.draft.num_parameters()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
-        "device": device_name(pair.target),
-        "dtype": str(pair.target.dtype)[6:],
-        "rows": [row_report(row, rows[0]) for row in rows],
-        "text": pair.tokenizer.decode(shown.tokens, skip_special_tokens=True),
-        "tokens": tokens,
-    }
-
-
-def row_report(row: Row, plain: Row) -> dict[str, Any]:
-    return {
-        "method": row.method,
-        "delta": "inf" if row.delta == math.inf else row.delta,
-        "tokens_per_second": row.tokens_per_second,
-        "times_plain": row.tokens_per_second / plain.tokens_per_second,
-        "accepted_length": row.accepted_length,
-        "acceptance": row.acceptance,
-        "emitted_kl": row.emitted_kl,
-        "new_tokens": row.new_tokens,
-        "seconds": row.seconds,
-    }
+def has_color(args: argparse.Namespace) -> bool:
+    is_refused = args.no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return not is_refused and sys.stdout.isatty()

@@ -1,12 +1,13 @@
-"""Shows how each token of an answer came about: tokens become pieces of text with a kind, and a markup colours the pieces.
+"""Shows how each token of an answer came about.
 
-The two halves do not know each other. `Detokenizer` and `to_pieces` turn ids into text; a markup, a function of a piece,
-turns text into what a terminal (`ansi`, `marked`) or another medium shows.
+Two halves do not know each other. `Detokenizer` and `to_pieces` turn ids into pieces of text, each of one kind; a
+markup, a function of a piece, turns it into what a terminal (`ansi`, `marked`) or another medium shows.
 """
 
 from __future__ import annotations
 
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
@@ -50,7 +51,7 @@ def _style(piece: Piece) -> Style:
 
 
 def _enclose(text: str, before: str, after: str) -> str:
-    """Puts `before` and `after` round the visible part of `text`, so that white space is not underlined or bracketed."""
+    """Puts `before` and `after` round the visible part of `text`: white space is not to be underlined."""
     visible = text.strip()
     if not visible:
         return text
@@ -58,15 +59,26 @@ def _enclose(text: str, before: str, after: str) -> str:
     return text[:start] + before + visible + after + text[start + len(visible) :]
 
 
+def _printable(text: str) -> str:
+    """Replaces control characters by their pictures: a model must not be able to steer the reader's terminal."""
+    return "".join(_picture(character) if unicodedata.category(character) == "Cc" else character for character in text)
+
+
+def _picture(control: str) -> str:
+    if control in "\n\t":
+        return control
+    return chr(0x2400 + ord(control)) if control < " " else "\N{SYMBOL FOR DELETE}"
+
+
 def ansi(piece: Piece) -> str:
     """Markup for terminals: colours and underline, bold or italics."""
-    sgr = _style(piece).sgr
-    return _enclose(piece.text, f"\x1b[{sgr}m", "\x1b[0m") if sgr else piece.text
+    sgr, text = _style(piece).sgr, _printable(piece.text)
+    return _enclose(text, f"\x1b[{sgr}m", "\x1b[0m") if sgr else text
 
 
 def marked(piece: Piece) -> str:
     """Markup without colour: {bonus}, [replaced], <extra>; accepted text stands as it is."""
-    return _enclose(piece.text, *_style(piece).marks)
+    return _enclose(_printable(piece.text), *_style(piece).marks)
 
 
 def legend(markup: Markup) -> str:
@@ -75,25 +87,13 @@ def legend(markup: Markup) -> str:
     return "   ".join(markup(Piece(STYLES[kind].label, kind)) for kind in kinds)
 
 
-def _printable(text: str) -> str:
-    """Replaces control characters by their pictures: a model must not be able to steer the reader's terminal."""
-    return "".join(
-        character
-        if character in "\n\t" or not (character < " " or "\x7f" <= character <= "\x9f")
-        else chr(0x2400 + ord(character))
-        if character < " "
-        else "\N{SYMBOL FOR DELETE}"
-        for character in text
-    )
-
-
 class Detokenizer:
     """
     Turns a stream of token ids into a stream of text, without ever showing half a character.
 
-    A token's text depends on its neighbours: byte tokens join into characters, and many tokenizers drop the space before
-    the first word. So each token is decoded together with the ones just before it, and bytes that do not make up a
-    character yet are held back until the tokens that complete it arrive.
+    A token's text depends on its neighbours: byte tokens join into characters, and many tokenizers drop the space
+    before the first word. So each token is decoded together with the ones just before it, and bytes that do not make
+    up a character yet are held back until the tokens that complete it arrive.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the model that wrote the ids.
@@ -121,16 +121,16 @@ class Detokenizer:
         else:
             self._window = [token]
             self._num_shown = len(self._decode())
-        return _printable(new)
+        return new
 
 
 def to_pieces(detokenizer: Detokenizer, tokens: Iterable[int], kinds: Iterable[int]) -> list[Piece]:
     """
-    The text that a block of tokens completes, neighbours of one kind joined. A character that takes several tokens is of
-    the kind of the last of them.
+    The text that a block of tokens completes, neighbours of one kind joined. A character that takes several tokens is
+    of the kind of the last of them.
     """
     pieces: list[Piece] = []
-    for token, kind in zip(tokens, kinds):
+    for token, kind in zip(tokens, kinds, strict=True):
         text = detokenizer.push(token)
         if text and pieces and pieces[-1].kind == kind:
             pieces[-1] = Piece(pieces[-1].text + text, kind)
@@ -141,7 +141,7 @@ def to_pieces(detokenizer: Detokenizer, tokens: Iterable[int], kinds: Iterable[i
 
 class TokenStreamer:
     """
-    A streamer for `generate(streamer=...)` that writes the answer while it is made, each token in the look of its kind.
+    A streamer for `generate(streamer=...)`: writes the answer while it is made, each token in the look of its kind.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
@@ -149,9 +149,7 @@ class TokenStreamer:
         file (`TextIO`, *optional*): Where to write; standard output by default.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, markup: Markup = ansi, file: TextIO | None = None
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, markup: Markup = ansi, file: TextIO | None = None) -> None:
         self._tokenizer = tokenizer
         self._markup = markup
         self._file = file if file is not None else sys.stdout

@@ -50,6 +50,5 @@ class LengthSchedule:
 
     def update(self, rows: Tensor, num_drafted: Tensor, num_accepted: Tensor) -> None:
         if self.is_adaptive:
-            length = self.length[rows]
-            has_kept_all = num_accepted >= length
-            self.length[rows] = torch.where(has_kept_all, length + 2, length - 1).clamp_min(1)
+            change = torch.where(num_accepted < num_drafted, -1, 2).masked_fill(num_drafted == 0, 0)
+            self.length[rows] = (self.length[rows] + change).clamp_min(1)

@@ -22,7 +22,7 @@ from .cached_model import widened
 from .config import KEYWORDS, SpeculationOptions, make_options
 from .ragged_cache import RaggedCache
 from .session import speculate
-from .validation import check_mode
+from .validation import check_mode, check_models
 
 # The cache was `past_key_values` up to transformers 5.19
 CACHE_NAME = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
@@ -46,8 +46,10 @@ class SpeculativeMixin:
         options: SpeculationOptions | None = getattr(generation_config, OPTIONS, None)
         if options is None or (generation_mode != GenerationMode.ASSISTED_GENERATION and not options.is_explicit):
             return super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
-        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        check_mode(is_assisted, generation_config, generation_mode_kwargs.get("assistant_model") is not None)
+        call = generation_mode_kwargs
+        draft = call.get("assistant_model") if generation_mode == GenerationMode.ASSISTED_GENERATION else None
+        check_mode(generation_config, draft is not None)
+        check_models(Host(self), Host(draft), (call.get("tokenizer"), call.get("assistant_tokenizer")))
 
     @functools.wraps(GenerationMixin._assisted_decoding)
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
@@ -56,11 +58,17 @@ class SpeculativeMixin:
             return super()._assisted_decoding(
                 input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
             )
-        kwargs.pop("inputs_tensor", None)  # for drafts that read the target's encoder
+        for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # of no use to the loop
+            kwargs.pop(name, None)
         draft = Host(kwargs.pop("assistant_model"))
         return speculate(
             Host(self), draft, options, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
         )
+
+    def save_pretrained(self, *args, **kwargs):
+        if getattr(self.generation_config, "cactus_delta", None) is not None:
+            self.generation_config._from_model_config = False  # or loading drops the keys transformers does not know
+        return super().save_pretrained(*args, **kwargs)
 
     def __reduce_ex__(self, protocol):
         # Pickles as the model it was, readable without this package. Protocol 1 alone does not insist on our class.
@@ -207,9 +215,9 @@ class Host:
         return processor_of_row(processor, row, num_rows, num_sequences)
 
 
-def processor_of_row(processor: Any, row: int, num_rows: int, num_return_sequences: int) -> Any:
+def processor_of_row(processor: Any, row: int, num_rows: int, num_sequences: int) -> Any:
     """A logits processor that treats a batch of one as row `row` of `num_rows`."""
-    prompt = row // num_return_sequences
+    prompt = row // num_sequences
     if type(processor) is hf.PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
         return hf.PrefixConstrainedLogitsProcessor(lambda _, prefix: allowed(prompt, prefix), num_beams=1)

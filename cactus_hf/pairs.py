@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # name -> (target, draft), ids on the Hub
 PAIRS = {
     "gemma-2-9b": ("google/gemma-2-9b-it", "google/gemma-2-2b-it"),
-    "gemma-3-12b": ("google/gemma-3-12b-it", "google/gemma-3-1b-it"),
+    "gemma-3-1b": ("google/gemma-3-1b-it", "google/gemma-3-270m-it"),
     "llama-3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
     "qwen2.5-7b": ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
     "qwen2.5-coder-1.5b": ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
@@ -74,7 +74,6 @@ def load(
         ValueError: for a folder or id that is not there, a model that does not fit, or two different tokenizers.
         OSError: if the Hub is needed and cannot be reached.
     """
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = find_device(device)
@@ -113,7 +112,9 @@ def find_device(name: str | torch.device | None = None) -> torch.device:
         raise ValueError(f"{name!r} is no device: {_first_line(error)}") from error
     num_devices = module.device_count() if module.is_available() else 0
     if (device.index or 0) >= num_devices:
-        raise ValueError(f"There is no device {name} here: torch {torch.__version__} finds {num_devices} {device.type} devices.")
+        raise ValueError(
+            f"There is no device {name} here: torch {torch.__version__} finds {num_devices} of that kind."
+        )
     return device
 
 
@@ -122,13 +123,15 @@ def check_tokenizers(
 ) -> None:
     """Refuses a draft whose tokens are not the target's; one that lacks some or has more behind the end is fine."""
     target_tokens = {id: token for token, id in tokenizer.get_vocab().items()}
-    for token, id in draft_tokenizer.get_vocab().items():
-        if target_tokens.get(id, token) != token:
-            raise ValueError(
-                f"{model} and {assistant} have different tokenizers: token {id} is {target_tokens[id]!r} in the first "
-                f"and {token!r} in the second. Speculative sampling needs a draft with the target's own tokenizer, as "
-                "small models of the same family have."
-            )
+    draft_tokens = {id: token for token, id in draft_tokenizer.get_vocab().items()}
+    differing = [id for id in target_tokens.keys() & draft_tokens.keys() if target_tokens[id] != draft_tokens[id]]
+    if differing:
+        id = min(differing)
+        raise ValueError(
+            f"{model} and {assistant} have different tokenizers: token {id} is {target_tokens[id]!r} in the first and "
+            f"{draft_tokens[id]!r} in the second. Speculative sampling needs a draft with the target's own tokenizer, "
+            "as small models of the same family have."
+        )
 
 
 def _from_pretrained(auto: Any, name: str, progress: bool, **options: Any) -> Any:
@@ -176,11 +179,13 @@ def _find_on_hub(name: str) -> None:
     try:
         HfApi().model_info(name, timeout=HUB_TIMEOUT)
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ValueError(f"{tried}, and the Hub has no such model (or a private one). Check the id, or {REMEDY}.") from error
+        raise ValueError(
+            f"{tried}, and the Hub has no such model (or a private one). Check the id, or {REMEDY}."
+        ) from error
     except Exception as error:  # which class it is depends on the HTTP client of the installed huggingface_hub
         raise OSError(
-            f"{tried}, and the Hub could not be asked ({type(error).__name__}: {_first_line(error)}). Run `hf download "
-            f"{name}` where there is a network, {REMEDY}."
+            f"{tried}, and the Hub could not be asked ({type(error).__name__}: {_first_line(error)}). Run `hf "
+            f"download {name}` where there is a network, {REMEDY}."
         ) from error
 
 

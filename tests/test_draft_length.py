@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cactus_hf.draft_length import DraftLength, LengthSchedule
+
+
+ROWS = torch.tensor([0, 1])
+PLENTY = torch.tensor([100, 100])
+
+
+def test_constant():
+    schedule = LengthSchedule(DraftLength(3), 2)
+    schedule.update(ROWS, torch.tensor([3, 3]), torch.tensor([3, 0]))
+    assert schedule.lengths(ROWS, PLENTY).tolist() == [3, 3]
+
+
+def test_heuristic_goes_by_row():
+    schedule = LengthSchedule(DraftLength(2, "heuristic"), 2)
+    for accepted in ([2, 0], [4, 0], [1, 1]):
+        schedule.update(ROWS, schedule.length.clone(), torch.tensor(accepted))
+    assert schedule.lengths(ROWS, PLENTY).tolist() == [5, 3]  # 2 + 2 + 2 - 1; 2 - 1, at least 1, + 2
+    assert schedule.lengths(torch.tensor([1]), torch.tensor([100])).tolist() == [3]
+
+
+def test_no_more_than_the_row_has_left():
+    schedule = LengthSchedule(DraftLength(5), 3)
+    assert schedule.lengths(torch.arange(3), torch.tensor([1, 3, 9])).tolist() == [0, 2, 5]
+
+
+def test_a_round_cut_short_by_the_end_does_not_count_as_a_failure_of_the_draft():
+    schedule = LengthSchedule(DraftLength(5, "heuristic"), 1)
+    schedule.update(torch.tensor([0]), torch.tensor([2]), torch.tensor([2]))
+    assert schedule.length.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    "options",
+    ({"num_tokens": 0}, {"num_tokens": True}, {"num_tokens": 2.0}, {"schedule": "x"}, {"confidence_threshold": -0.1}),
+)
+def test_bad_settings(options):
+    with pytest.raises(ValueError, match="assistant"):
+        DraftLength(**options)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import torch
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
+
+from cactus_hf.sequences import Sequences
+from cactus_hf.stopping import Stopping
+
+
+CPU = torch.device("cpu")
+BLOCK = torch.tensor([[5, 1, 5, 2], [1, 5, 5, 5], [5, 5, 5, 1]])
+
+
+def test_ends_are_found_among_the_tokens_that_count():
+    stopping = Stopping([EosTokenCriteria(torch.tensor([1, 2]))], CPU)
+    count, has_ended = stopping.cut(BLOCK, torch.tensor([4, 3, 3]))
+    assert count.tolist() == [2, 1, 3]
+    assert has_ended.tolist() == [True, True, False]
+
+
+def test_without_ends_nothing_is_cut():
+    count, has_ended = Stopping([MaxLengthCriteria(9)], CPU).cut(BLOCK, torch.tensor([4, 3, 3]))
+    assert count.tolist() == [4, 3, 3] and not has_ended.any()
+
+
+def test_length_and_other_criteria_are_told_apart():
+    stopping = Stopping([MaxLengthCriteria(9), EosTokenCriteria(1), Stops(8), MaxLengthCriteria(7)], CPU)
+    assert stopping.max_length == 7
+    assert [type(c) for c in stopping.others] == [Stops]
+
+
+class Stops(StoppingCriteria):
+    def __init__(self, token: int):
+        self.token, self.prefixes = token, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.prefixes.append(input_ids[0].tolist())
+        return input_ids[:, -1] == self.token
+
+
+def test_other_criteria_see_every_committed_prefix_up_to_the_stop():
+    rows = Sequences(torch.tensor([[3], [4]]), torch.tensor([0, 0]), 9, 0)
+    rows.write(0, torch.tensor([[5, 8, 5], [8, 5, 5]]))
+    criterion = Stops(8)
+    count, has_ended = Stopping([criterion], CPU).cut_by_criteria(
+        rows, torch.tensor([3, 1]), torch.tensor([False, False])
+    )
+    assert count.tolist() == [2, 1] and has_ended.tolist() == [True, True]
+    assert criterion.prefixes == [[3, 5], [3, 5, 8], [4, 8]]

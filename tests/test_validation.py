@@ -1,0 +1,182 @@
+"""Every misuse is refused before any forward pass, with an error that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import tiny
+import torch
+from transformers import BartConfig, BartForConditionalGeneration, StaticCache
+
+import cactus_hf
+from cactus_hf.validation import check_models, check_positions, left_padding
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """A pair whose forward passes fail the test."""
+    target, draft = (copy.deepcopy(model) for model in tiny.pair("llama"))
+    for model in (target, draft):
+        monkeypatch.setattr(model, "forward", forbidden(model.forward))
+    return cactus_hf.enable(target), draft
+
+
+def forbidden(forward):
+    def call(*args, **kwargs):
+        pytest.fail("a forward pass ran before the error")
+
+    call.__wrapped__ = forward  # generate() looks at the signature
+    return call
+
+
+def call(target, draft, **options):
+    options = {
+        **tiny.ragged_prompts().inputs,
+        "assistant_model": draft,
+        "do_sample": True,
+        "max_new_tokens": 5,
+        "pad_token_id": 0,
+        **options,
+    }
+    return target.generate(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    (
+        ({"cactus_delta": -0.1}, "cactus_delta.*0 .lossless. or more.*-0.1"),
+        ({"cactus_delta": float("nan")}, "cactus_delta.*nan"),
+        ({"cactus_delta": "large"}, "cactus_delta.*number.*large"),
+        ({"cactus_delta": True}, "cactus_delta.*number.*True"),
+        ({"cactus_delta": [0.1, -1, 0, 0]}, "cactus_delta.*-1"),
+        ({"cactus_delta": [0.1, 0.2, 0.3]}, "3 rows.*4"),
+        ({"cactus_delta": torch.ones(2, 2)}, "cactus_delta.*1-D"),
+        ({"cactus_delta": [0.1, 0.2], "num_return_sequences": 3}, "2 rows.*12"),
+        ({"acceptance_rule": 3}, "acceptance_rule.*Cactus"),
+        ({"acceptance_rule": cactus_hf.TopK}, "acceptance_rule"),
+        ({"acceptance_rule": cactus_hf.Cactus([0.1] * 3)}, "3 rows.*4"),
+        ({"cactus_delta": 1.0, "acceptance_rule": cactus_hf.TopK(5)}, "cactus_delta.*acceptance_rule.*one of them"),
+        ({"cactus_delta": 1.0, "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight.*Mixture"),
+        ({"acceptance_rule": cactus_hf.TopK(5), "assistant_ensemble_weight": 0.5}, "one of them"),
+        ({"speculation_kl": True}, "speculation_kl.*cactus_delta"),
+        ({"generator": [1, 2, 3, 4]}, "generator.*cactus_delta"),
+        ({"cactus_delta": 1.0, "generator": 7}, "generator.*list of integer seeds"),
+        ({"cactus_delta": 1.0, "generator": [1, 2]}, "2 seeds for 4 rows"),
+        ({"cactus_delta": 1.0, "assistant_model": None}, "assistant_model"),
+        ({"cactus_delta": 1.0, "num_beams": 2}, "num_beams=2"),
+        ({"cactus_delta": 1.0, "prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        ({"cactus_delta": 1.0, "assistant_early_exit": 1}, "assistant_early_exit"),
+        ({"cactus_delta": 1.0, "use_cache": False}, "use_cache"),
+        ({"cactus_delta": 1.0, "guidance_scale": 2.0}, "guidance_scale"),
+        ({"cactus_delta": 1.0, "cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"cactus_delta": 1.0, "num_assistant_tokens": 0}, "num_assistant_tokens.*at least 1"),
+        ({"cactus_delta": 1.0, "num_assistant_tokens": 2.5}, "num_assistant_tokens.*integer"),
+        ({"cactus_delta": 1.0, "num_assistant_tokens_schedule": "clever"}, "constant.*heuristic.*clever"),
+        ({"cactus_delta": 1.0, "assistant_confidence_threshold": 2.0}, "between 0 and 1"),
+        ({"cactus_delta": 1.0, "synced_gpus": True}, "synced_gpus"),
+        (
+            {"cactus_delta": 1.0, "output_hidden_states": True, "return_dict_in_generate": True},
+            "output_hidden_states.*once",
+        ),
+        ({"cactus_delta": 1.0, "cactus_dleta": 1.0}, "cactus_dleta"),
+        ({"cactus_delta": 1.0, "attention_mask": tiny.ragged_prompts().attention_mask.flip(1)}, "padding_side"),
+        ({"cactus_delta": 1.0, "attention_mask": torch.zeros(4, 17, dtype=torch.long)}, "row 0"),
+        ({"cactus_delta": 1.0, "position_ids": torch.arange(17).expand(4, -1) + 3}, "position_ids"),
+        ({"cactus_delta": 1.0, "streamer": types.SimpleNamespace(put=lambda x: None, end=lambda: None)}, "streamer"),
+    ),
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_options(pair, options, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        call(*pair, **options)
+
+
+def test_a_tensor_on_the_generation_config(pair):
+    pair[0].generation_config.cactus_delta = torch.ones(4)
+    with pytest.raises(TypeError, match="tolist"):
+        call(*pair)
+
+
+def test_another_tokenizer(pair):
+    target, draft = pair
+    other = tiny.ARCHITECTURES["llama"].build(vocab=97 + 2000)
+    with pytest.raises(ValueError, match="97 token ids and the draft 2097.*tokenizer"):
+        call(target, other, cactus_delta=1.0)
+
+
+def test_another_tokenizer_of_the_same_size(pair):
+    target, draft = pair
+    host = types.SimpleNamespace(vocab_size=97, device="cpu", is_encoder_decoder=False, can_roll_back=True, name="x")
+    one, other = tiny.word_tokenizer(), tiny.word_tokenizer(rotate=1)
+    check_models(host, host, (one, one))
+    check_models(host, host, (one, None))
+    with pytest.raises(ValueError, match="different vocabularies.*family"):
+        check_models(host, host, (one, other))
+
+
+def test_another_device(pair):
+    with pytest.raises(ValueError, match="target is on cpu and the draft on meta.*to"):
+        call(pair[0], copy.deepcopy(tiny.model("llama")).to("meta"), cactus_delta=1.0)
+
+
+@pytest.mark.parametrize("name", ("mamba", "rwkv", "recurrent_gemma", "jamba"))
+@pytest.mark.parametrize("role", ("target", "draft"))
+@pytest.mark.parametrize("rows", (1, 2))
+def test_recurrent_states(pair, name, role, rows):
+    models = {"target": pair[0], "draft": pair[1], role: tiny.model(name)}
+    target = cactus_hf.enable(copy.copy(models["target"]))
+    with pytest.raises(ValueError, match=f"{role}, {type(tiny.model(name)).__name__}.*recurrent"):
+        call(target, models["draft"], cactus_delta=1.0, **tiny.ragged_prompts((3, 5)[:rows]).inputs)
+
+
+@pytest.mark.parametrize("name", ("bloom", "falcon_alibi", "llama_dynamic_rope"))
+def test_models_that_take_one_row_at_a_time(name):
+    target = cactus_hf.enable(copy.deepcopy(tiny.model(name)))
+    with pytest.raises(ValueError, match="one row at a time.*row by row"):
+        call(target, tiny.model("llama"), cactus_delta=1.0)
+
+
+@pytest.mark.parametrize("attention", ("flash_attention_2", "flex_attention"))
+def test_attention_without_ready_made_masks(pair, attention):
+    pair[0].config._attn_implementation = attention
+    with pytest.raises(ValueError, match=f"{attention}.*sdpa"):
+        call(*pair, cactus_delta=1.0)
+
+
+def test_encoder_decoder_models(pair):
+    config = BartConfig(
+        vocab_size=97, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
+    )  # fmt: skip
+    target = cactus_hf.enable(BartForConditionalGeneration(config).eval())
+    target.model.encoder.forward = forbidden(target.model.encoder.forward)
+    with pytest.raises(ValueError, match="target, BartForConditionalGeneration.*encoder-decoder.*own"):
+        target.generate(torch.tensor([[5, 6]]), assistant_model=pair[1], cactus_delta=1.0, max_new_tokens=3)
+
+
+def test_a_static_cache_passed_in(pair):
+    cache = StaticCache(config=pair[0].config, max_cache_len=40)
+    with pytest.raises(ValueError, match="StaticCache.*DynamicCache"):
+        call(*pair, cactus_delta=1.0, **{cactus_hf.generation.CACHE_NAME: cache})
+
+
+def test_prompts_without_ids(pair):
+    with pytest.raises(ValueError, match="token ids|no token ids|inputs_embeds"):
+        pair[0].generate(inputs_embeds=torch.ones(1, 3, 32), assistant_model=pair[1], cactus_delta=1.0, max_new_tokens=3)
+
+
+def test_left_padding():
+    assert left_padding(None, 3).tolist() == [0, 0, 0]
+    assert left_padding(torch.tensor([[0, 0, 1], [1, 1, 1]]), 2).tolist() == [2, 0]
+    with pytest.raises(ValueError, match="left"):
+        left_padding(torch.tensor([[1, 0, 1]]), 1)
+
+
+def test_positions():
+    padding = torch.tensor([1, 0])
+    check_positions(None, padding, 3)
+    check_positions(torch.tensor([[0, 0, 1], [0, 1, 2]]), padding, 3)
+    with pytest.raises(ValueError, match="position_ids"):
+        check_positions(torch.tensor([[0, 1, 2], [0, 1, 2]]), padding, 3)
