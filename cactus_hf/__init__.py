@@ -1,7 +1,8 @@
 """Cactus speculative sampling inside transformers' `generate()`.
 
 Tensors are named by these dimensions everywhere: R returned rows, B rows still being decoded (or a batch), m drafted
-tokens a round, T tokens of a block, P prompt columns, N new tokens, V vocabulary. `q` is the target's law and `p` the draft's.
+tokens a round, T tokens of a block, P prompt columns, N new tokens, V vocabulary. `q` is the target's law and `p` the
+draft's.
 """
 
 from .acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance, gamma
@@ -10,6 +11,7 @@ from .generation import disable, enable
 from .law import emitted_law
 from .outputs import SpeculativeOutput
 from .verify import Verification, verify
+
 
 __version__ = "0.1.0"
 

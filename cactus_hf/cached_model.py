@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache
 from .masks import attention_mask, patterns_of
 from .ragged_cache import RaggedCache, Slots
 
+
 if TYPE_CHECKING:
     from .generation import Host
-
 
 
 class CachedModel(Protocol):

@@ -12,6 +12,7 @@ from .acceptance import AcceptanceRule, Cactus
 from .draft_length import DraftLength
 from .parameters import check_delta, check_num_rows, move_rule, repeat_rows
 
+
 # Keywords of `generate()` that this package adds
 KEYWORDS = ("cactus_delta", "acceptance_rule", "speculation_kl", "generator")
 # Options of transformers that settle the draft length, with our name for each
@@ -96,8 +97,8 @@ def _delta_of(config: Any) -> Any:
     delta = getattr(config, "cactus_delta", None)
     if isinstance(delta, torch.Tensor):
         raise TypeError(
-            "`generation_config.cactus_delta` must be a number or a list of numbers, as it is saved as JSON: got a tensor. "
-            "Use `.tolist()`."
+            "`generation_config.cactus_delta` must be a number or a list of numbers, as it is saved as JSON: got a "
+            "tensor. Use `.tolist()`."
         )
     return delta
 
@@ -125,7 +126,9 @@ def _checked_generator(generator: Any) -> torch.Generator | Sequence[int] | None
     )
 
 
-def rule_for_rows(rule: AcceptanceRule, num_rows: int, num_return_sequences: int, device: torch.device) -> AcceptanceRule:
+def rule_for_rows(
+    rule: AcceptanceRule, num_rows: int, num_return_sequences: int, device: torch.device
+) -> AcceptanceRule:
     """The rule for the `num_rows` returned rows: its parameters may have one value an input row or a returned row."""
     rule = move_rule(rule, device)
     num_values = {len(value) for value in vars(rule).values() if isinstance(value, torch.Tensor)}

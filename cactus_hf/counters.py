@@ -85,7 +85,9 @@ class SpeculationStats:
 
     @property
     def emitted_tv(self) -> float | None:
-        """Mean total variation a verified position between the law emitted and the target's; `None` if not asked for."""
+        """Mean total variation a verified position between the law emitted and the target's; `None`
+        if not asked for.
+        """
         return None if self.emitted_tv_sum is None else _ratio(self.emitted_tv_sum, self.verified)
 
 
@@ -131,7 +133,7 @@ class Recorder:
     max_new_tokens: int
     with_emitted: bool
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.drafted, self.verified, self.accepted, self.emitted, self.rounds = (
             torch.zeros(self.num_rows, dtype=torch.long) for _ in range(5)
         )
@@ -159,7 +161,7 @@ class Recorder:
     def _add_positions(self, rows: Tensor, is_kept: Tensor) -> None:
         while len(self.by_position) < is_kept.shape[1]:
             self.by_position.append(torch.zeros(self.num_rows, dtype=torch.long))
-        for position, kept in zip(self.by_position, is_kept.unbind(1)):
+        for position, kept in zip(self.by_position, is_kept.unbind(1), strict=False):  # rounds may be shorter
             position[rows] += kept
 
     def _add_kinds(self, round: Round) -> None:

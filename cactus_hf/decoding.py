@@ -100,7 +100,9 @@ class Decoder:
             return match_greedy(target_logits, drafts.tokens, drafts.lengths), target_logits
         num_drafts = drafts.tokens.shape[1]
         tests = torch.cat([uniforms[:, :num_drafts], uniforms[:, -1:]], dim=1)  # a draft may stop short of its length
-        return verify_block(target_logits, drafts.tokens, drafts.logits, self.rule, drafts.lengths, tests), target_logits
+        return verify_block(
+            target_logits, drafts.tokens, drafts.logits, self.rule, drafts.lengths, tests
+        ), target_logits
 
     def _divergence(self, target_logits: Tensor, drafts: Drafts) -> tuple[Tensor, ...]:
         """The emitted law's KL and TV [B, m], if asked for."""
@@ -114,13 +116,22 @@ class Decoder:
         block.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
         self.sequences.write(0, block)
         num_emitted, has_ended = self.stopping.cut(block, verdict.num_accepted + 1)
-        scalars = [num_emitted, has_ended, verdict.num_accepted, verdict.draft_lengths, drafts.lengths, verdict.bad_target]
+        scalars = [
+            num_emitted,
+            has_ended,
+            verdict.num_accepted,
+            verdict.draft_lengths,
+            drafts.lengths,
+            verdict.bad_target,
+        ]
         arrays = [verdict.is_boosted, verdict.ball_kl, *divergence]
 
         host = torch.cat([block, torch.stack(scalars, 1), *arrays], dim=1).double().cpu()
 
         num_drafts = drafts.tokens.shape[1]
-        tokens, counts, is_boosted, *kl = host.split([num_drafts + 1, len(scalars), *[num_drafts] * len(arrays)], dim=1)
+        tokens, counts, is_boosted, *kl = host.split(
+            [num_drafts + 1, len(scalars), *[num_drafts] * len(arrays)], dim=1
+        )
         num_emitted, has_ended, num_accepted, num_drafted, num_proposed, bad_target = counts.long().unbind(1)
         self._raise_or_warn(bad_target, num_drafted, num_proposed)
         num_emitted, has_ended = self.stopping.cut_by_criteria(self.sequences, num_emitted, has_ended.bool())
@@ -133,9 +144,9 @@ class Decoder:
         )
 
     def _raise_or_warn(self, bad_target: Tensor, num_drafted: Tensor, num_proposed: Tensor) -> None:
-        for row, position in zip(self.sequences.rows.tolist(), bad_target.tolist()):
-            if position >= 0:
-                raise bad_target_error(row, position)
+        if (bad_target >= 0).any():
+            b = int((bad_target >= 0).long().argmax())
+            raise bad_target_error(int(self.sequences.rows[b]), int(bad_target[b]))
         if (num_drafted < num_proposed).any() and not self.has_warned:
             self.has_warned = True
             warn_bad_draft()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 
@@ -24,12 +25,13 @@ class DraftLength:
     schedule: str = "constant"
     confidence_threshold: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int) or self.num_tokens < 1:
             raise ValueError(f"`num_assistant_tokens` must be an integer of at least 1, got {self.num_tokens!r}.")
         if self.schedule not in SCHEDULES:
             raise ValueError(
-                f"`num_assistant_tokens_schedule` must be one of {', '.join(map(repr, SCHEDULES))}, got {self.schedule!r}."
+                f"`num_assistant_tokens_schedule` must be one of {', '.join(map(repr, SCHEDULES))}, "
+                f"got {self.schedule!r}."
             )
         if not 0 <= self.confidence_threshold <= 1:
             raise ValueError(

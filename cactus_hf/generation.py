@@ -1,7 +1,7 @@
 """The door into `generate()`, and the one module that names private parts of transformers.
 
-`enable` gives a model a subclass of its own class whose three overridden methods take our keywords off, check them, and
-run our loop where stock transformers would run assisted decoding. Checked with transformers 5.17 and 5.24.
+`enable` gives a model a subclass of its own class whose three overridden methods take our keywords off, check them,
+and run our loop where stock transformers would run assisted decoding. Checked with transformers 5.17 and 5.24.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,13 @@ from .ragged_cache import RaggedCache
 from .session import speculate
 from .validation import check_mode, check_models
 
+
 # The cache was `past_key_values` up to transformers 5.19
-CACHE_NAME = "cache" if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+CACHE_NAME = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
 RAGGED_ATTENTION = ("eager", "sdpa")  # implementations that take ready-made masks
 OWN_MASKS = {"bloom", "mpt"}  # models that build attention biases from a mask of two dimensions
 OPTIONS = "speculation_options"  # where our options travel on the generation config of one call
@@ -34,48 +39,50 @@ OPTIONS = "speculation_options"  # where our options travel on the generation co
 class SpeculativeMixin:
     """Put before a model's own class by `enable`."""
 
-    def _prepare_generation_config(self, generation_config=None, *args, **kwargs):
+    generation_config: Any
+
+    def _prepare_generation_config(self, generation_config: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, dict]:
         call = {name: kwargs.pop(name, None) for name in KEYWORDS}
-        options = make_options(call | kwargs, [c for c in (generation_config, self.generation_config) if c is not None])
-        config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
+        options = make_options(
+            call | kwargs, [c for c in (generation_config, self.generation_config) if c is not None]
+        )
+        config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
         if not config.is_assistant:  # a draft that is enabled too drafts as any other
             setattr(config, OPTIONS, options)
         return config, model_kwargs
 
-    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+    def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, call: dict[str, Any]) -> None:
         options: SpeculationOptions | None = getattr(generation_config, OPTIONS, None)
-        if options is None or (generation_mode != GenerationMode.ASSISTED_GENERATION and not options.is_explicit):
-            return super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
-        call = generation_mode_kwargs
-        draft = call.get("assistant_model") if generation_mode == GenerationMode.ASSISTED_GENERATION else None
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if options is None or not (is_assisted or options.is_explicit):
+            return super()._validate_generation_mode(generation_mode, generation_config, call)  # type: ignore[misc]
+        draft = call.get("assistant_model") if is_assisted else None
         check_mode(generation_config, draft is not None)
         check_models(Host(self), Host(draft), (call.get("tokenizer"), call.get("assistant_tokenizer")))
 
-    @functools.wraps(GenerationMixin._assisted_decoding)
-    def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+    @functools.wraps(GenerationMixin._assisted_decoding)  # `generate()` looks at the signature
+    def _assisted_decoding(
+        self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
+    ) -> Any:
         options = getattr(generation_config, OPTIONS, None)
+        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
         if options is None:
-            return super()._assisted_decoding(
-                input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
-            )
+            return super()._assisted_decoding(*prepared, **kwargs)  # type: ignore[misc]
         for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # of no use to the loop
             kwargs.pop(name, None)
-        draft = Host(kwargs.pop("assistant_model"))
-        return speculate(
-            Host(self), draft, options, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
-        )
+        return speculate(Host(self), Host(kwargs.pop("assistant_model")), options, *prepared, **kwargs)
 
-    def save_pretrained(self, *args, **kwargs):
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.generation_config, "cactus_delta", None) is not None:
             self.generation_config._from_model_config = False  # or loading drops the keys transformers does not know
-        return super().save_pretrained(*args, **kwargs)
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickles as the model it was, readable without this package. Protocol 1 alone does not insist on our class.
-        rebuild, (cls, *rest), *state = super().__reduce_ex__(1)
+        rebuild, (cls, *rest), *state = cast(tuple, super().__reduce_ex__(1))
         return rebuild, (stock_class(cls), *rest), *state
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> Any:
         rebuild, args, state, *_ = self.__reduce_ex__(1)
         clone = rebuild(*args)
         memo[id(self)] = clone
@@ -98,7 +105,8 @@ def enable(model: nn.Module) -> nn.Module:
     """
     Lets `model.generate(assistant_model=draft, ...)` take `cactus_delta` and `acceptance_rule`.
 
-    Without one of the two, `generate()` remains transformers' own. Enabling twice is harmless, and [`disable`] undoes it.
+    Without one of the two, `generate()` remains transformers' own. Enabling twice is harmless, and [`disable`] undoes
+    it.
 
     Args:
         model (`PreTrainedModel`): changed in place; a wrapper (PEFT, `torch.compile`, data parallel) may be around it.
@@ -111,7 +119,7 @@ def enable(model: nn.Module) -> nn.Module:
     """
     inner = unwrapped(model)
     if not isinstance(inner, SpeculativeMixin):
-        inner.__class__ = _enabled_class(type(inner))
+        inner.__class__ = _enabled_class(type(inner))  # type: ignore[arg-type]
     return model
 
 
@@ -191,7 +199,9 @@ class Host:
     def _has_shared_rope(self) -> bool:
         """Whether rotary frequencies follow the longest row of a batch, so that rows would influence one another."""
         rope = getattr(self.config, "rope_parameters", None) or {}
-        return any(r.get("rope_type") in ("dynamic", "longrope") for r in (rope, *rope.values()) if isinstance(r, dict))
+        return any(
+            r.get("rope_type") in ("dynamic", "longrope") for r in (rope, *rope.values()) if isinstance(r, dict)
+        )
 
     def takes(self, name: str) -> bool:
         """Whether the model's forward pass has an argument of that name."""

@@ -16,6 +16,7 @@ from transformers import generation as hf
 
 from .sequences import Sequences
 
+
 CONTEXT_FREE = (
     hf.TemperatureLogitsWarper,
     hf.TopKLogitsWarper,
@@ -76,8 +77,8 @@ def _on_prefixes(by_row: list[Processor], logits: Tensor, sequences: Sequences, 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     """Logits [..., V'] of a draft over the target's `vocab_size` ids.
 
-    Models of one family pad their vocabularies differently. Ids that the target lacks are dropped, so that the draft is
-    drawn from its law over the common ids; ids that the draft lacks get no mass.
+    Models of one family pad their vocabularies differently. Ids that the target lacks are dropped, so that the draft
+    is drawn from its law over the common ids; ids that the draft lacks get no mass.
     """
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:

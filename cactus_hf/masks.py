@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Pattern(NamedTuple):
     size: int = 0
 
 
-def patterns_of(config) -> dict[str, Pattern]:
+def patterns_of(config: Any) -> dict[str, Pattern]:
     """The attention patterns of a model's layers, by the name transformers gives their layer type."""
     config = config.get_text_config(decoder=True)
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)

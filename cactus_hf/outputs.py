@@ -37,11 +37,13 @@ class TokenRows:
             values (`torch.Tensor` of shape [B, T, V]).
         """
         batch, place = (torch.arange(values.shape[1]) < count[:, None]).nonzero(as_tuple=True)
-        self.parts.append((rows[batch], offset[batch] + place, values[batch.to(values.device), place.to(values.device)]))
+        self.parts.append(
+            (rows[batch], offset[batch] + place, values[batch.to(values.device), place.to(values.device)])
+        )
 
     def by_token(self) -> tuple[Tensor, ...]:
         """One tensor [R, V] a token; zeros where a row had ended."""
-        rows, tokens, values = (torch.cat(part) for part in zip(*self.parts))
+        rows, tokens, values = (torch.cat(part) for part in zip(*self.parts, strict=True))
         gathered = values.new_zeros(int(tokens.max()) + 1, self.num_rows, values.shape[-1])
         gathered[tokens.to(values.device), rows.to(values.device)] = values
         return gathered.unbind(0)

@@ -8,39 +8,40 @@ nothing: the next pass simply writes at an earlier slot, and what is left behind
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+
 GROWTH = 1.5  # a full cache is reallocated this much larger, so that copying costs O(1) a token
 
 
 class Slots(NamedTuple):
-    """Where the next `count` tokens of every row go: row b at slots `first[b]` .. `first[b] + count - 1`.
+    """Where the next `num_tokens` tokens of every row go: row b at slots `first[b]` .. `first[b] + num_tokens - 1`.
 
     `lowest` and `highest` are the extremes of `first`, known to the host so that no pass has to ask the device.
     """
 
     first: Tensor  # [B]
-    count: int
+    num_tokens: int
     lowest: int
     highest: int
 
     @classmethod
-    def from_host(cls, first: Tensor, count: int, device: torch.device) -> Slots:
+    def from_host(cls, first: Tensor, num_tokens: int, device: torch.device) -> Slots:
         """`first` is a tensor [B] on the CPU."""
-        return cls(first.to(device, non_blocking=True), count, int(first.min()), int(first.max()))
+        return cls(first.to(device, non_blocking=True), num_tokens, int(first.min()), int(first.max()))
 
     @property
     def width(self) -> int:
         """Slots in use once these tokens are written."""
-        return self.highest + self.count
+        return self.highest + self.num_tokens
 
     def positions(self) -> Tensor:
-        """[B, count]"""
-        return self.first[:, None] + torch.arange(self.count, device=self.first.device)
+        """[B, num_tokens]"""
+        return self.first[:, None] + torch.arange(self.num_tokens, device=self.first.device)
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -53,7 +54,7 @@ class RaggedLayer(CacheLayerMixin):
         self.keys, self.values, self.owner = keys, values, owner
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         slots = self.owner.slots
         if slots.width > self.keys.shape[2]:
             capacity = max(slots.width, int(GROWTH * self.keys.shape[2]))

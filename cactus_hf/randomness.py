@@ -11,12 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+
 NUM_STREAMS = 3  # drafts, accept tests, next tokens
 
 
 class Uniforms(Protocol):
     def draws(self, rows: Tensor, position: Tensor, num_drafts: int) -> Tensor:
-        """Float64 [B, 2 * num_drafts + 1] for the returned rows `rows` [B], whose next token is number `position` [B]."""
+        """Float64 [B, 2 * num_drafts + 1] for the returned rows `rows` [B], whose next token is
+        number `position` [B].
+        """
         ...
 
 
@@ -25,6 +28,13 @@ class GlobalUniforms:
 
     def draws(self, rows: Tensor, position: Tensor, num_drafts: int) -> Tensor:
         return torch.rand(len(rows), 2 * num_drafts + 1, dtype=torch.float64, device=rows.device)
+
+
+class NoUniforms:
+    """Zeros, for greedy decoding: it draws nothing, and leaves the global generator as it was."""
+
+    def draws(self, rows: Tensor, position: Tensor, num_drafts: int) -> Tensor:
+        return torch.zeros(len(rows), 2 * num_drafts + 1, dtype=torch.float64, device=rows.device)
 
 
 class SeededUniforms:
@@ -54,8 +64,8 @@ def make_uniforms(
 
     Args:
         generator (`torch.Generator` or list of `int`, *optional*):
-            What yields the seeds of the rows in order, or the seeds: one a returned row, or one an input row, from which
-            different ones are then made for its `num_return_sequences` returned rows.
+            What yields the seeds of the rows in order, or the seeds: one a returned row, or one an input row, from
+            which different ones are then made for its `num_return_sequences` returned rows.
 
     Raises:
         ValueError: if there are seeds for another number of rows.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers import generation as hf
 
@@ -17,10 +16,11 @@ from .draft_length import LengthSchedule
 from .drafting import DraftModel, known
 from .logits import BlockProcessor
 from .outputs import SpeculativeOutput, TokenRows
-from .randomness import make_uniforms
+from .randomness import NoUniforms, make_uniforms
 from .sequences import Sequences
 from .stopping import Stopping
 from .validation import check_batch, check_cache, check_inputs, check_positions, check_processors, left_padding
+
 
 if TYPE_CHECKING:
     from .generation import Host
@@ -55,13 +55,15 @@ def speculate(
     check_positions(inputs.get("position_ids"), padding, prompt_length)
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
-    length = options.draft_length(given(draft.model.generation_config, list(LENGTH_KEYWORDS)))
+    length = options.draft_length(given(draft.inner.generation_config, list(LENGTH_KEYWORDS)))
 
     stopping = Stopping(criteria, input_ids.device)
     max_length = min(config.max_length, stopping.max_length or config.max_length)
     sequences = Sequences(input_ids, padding, max_length, pad_token_id(config))
     block_processor = BlockProcessor(
-        processors, num_rows, functools.partial(target.processor_of_row, num_rows=num_rows, num_sequences=num_sequences)
+        processors,
+        num_rows,
+        functools.partial(target.processor_of_row, num_rows=num_rows, num_sequences=num_sequences),
     )
     is_returned = bool(config.return_dict_in_generate)
     is_cache_returned = is_returned or target.is_users(inputs.get(target.cache_name))
@@ -80,7 +82,7 @@ def speculate(
         block_processor,
         LengthSchedule(length, num_rows),
         stopping,
-        uniforms,
+        uniforms if do_sample else NoUniforms(),
         recorder,
         streamer,
         TokenRows(num_rows) if is_returned and config.output_scores else None,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import generation as hf
 
+
 if TYPE_CHECKING:
     from .generation import Host
 
@@ -33,18 +34,19 @@ def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
     for name, what in OTHER_SOURCES.items():
         if getattr(config, name, None):
             raise ValueError(
-                f"`{name}` ({what}) does not yet go with `cactus_delta` and `acceptance_rule`: pass `assistant_model=`, a "
-                "smaller model with the same tokenizer."
+                f"`{name}` ({what}) does not yet go with `cactus_delta` and `acceptance_rule`: pass "
+                "`assistant_model=`, a smaller model with the same tokenizer."
             )
     if not has_draft:
         raise ValueError(
-            "`cactus_delta` and `acceptance_rule` are about drafted tokens, and nothing drafts: pass `assistant_model=`, a "
-            "smaller model with the same tokenizer."
+            "`cactus_delta` and `acceptance_rule` are about drafted tokens, and nothing drafts: pass "
+            "`assistant_model=`, a smaller model with the same tokenizer."
         )
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         raise ValueError(
-            "`output_attentions` and `output_hidden_states` are not collected with `cactus_delta` or `acceptance_rule`. "
-            "`output_scores` and `output_logits` are; for the others run the returned `sequences` through the model once."
+            "`output_attentions` and `output_hidden_states` are not collected with `cactus_delta` or "
+            "`acceptance_rule`. `output_scores` and `output_logits` are; for the others run the "
+            "returned `sequences` through the model once."
         )
     if config.use_cache is False:
         raise ValueError("Speculative decoding rolls back a cache: `use_cache=False` cannot go with it. Leave it out.")
@@ -55,13 +57,13 @@ def check_models(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> None
     for role, host in (("target", target), ("draft", draft)):
         if host.is_encoder_decoder:
             raise ValueError(
-                f"The {role}, {host.name}, is an encoder-decoder model, which `cactus_delta` and `acceptance_rule` do not "
-                "support yet: leave them out to run transformers' own assisted generation."
+                f"The {role}, {host.name}, is an encoder-decoder model, which `cactus_delta` and `acceptance_rule` do "
+                "not support yet: leave them out to run transformers' own assisted generation."
             )
         if not host.can_roll_back:
             raise ValueError(
-                f"The {role}, {host.name}, keeps a recurrent state that cannot be rolled back to the last accepted token: "
-                "use a model whose layers are all attention."
+                f"The {role}, {host.name}, keeps a recurrent state that cannot be rolled back to the last accepted "
+                "token: use a model whose layers are all attention."
             )
     if target.device != draft.device:
         raise ValueError(
@@ -78,9 +80,9 @@ def check_models(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> None
             )
     elif abs(target.vocab_size - draft.vocab_size) > MAX_VOCABULARY_PADDING:
         raise ValueError(
-            f"The target knows {target.vocab_size} token ids and the draft {draft.vocab_size}, which is more than padding: "
-            "their tokenizers differ. Take a draft with the target's tokenizer. (If they share it, pass both `tokenizer=` "
-            "and `assistant_tokenizer=`.)"
+            f"The target knows {target.vocab_size} token ids and the draft {draft.vocab_size}, which is more than "
+            "padding: their tokenizers differ. Take a draft with the target's tokenizer. (If they share it, pass both "
+            "`tokenizer=` and `assistant_tokenizer=`.)"
         )
 
 
@@ -89,9 +91,9 @@ def check_batch(target: Host, draft: Host, num_rows: int) -> None:
     for role, host in (("target", target), ("draft", draft)):
         if num_rows > 1 and not host.is_ragged:
             raise ValueError(
-                f"The {role}, {host.name} with `attn_implementation={host.attention!r}`, can be verified one row at a time "
-                f"only, but there are {num_rows} rows: call `generate()` row by row, or, unless its attention is \"sdpa\" or "
-                "\"eager\" already, load it with one of these."
+                f"The {role}, {host.name} with `attn_implementation={host.attention!r}`, can be verified one row at a "
+                f"time only, but there are {num_rows} rows: call `generate()` row by row, or, unless its attention is "
+                '"sdpa" or "eager" already, load it with one of these.'
             )
 
 
@@ -100,11 +102,13 @@ def check_inputs(inputs: dict[str, Any], input_ids: Tensor, streamer: Any, synce
     others = sorted(name for name, value in inputs.items() if value is not None and name not in KNOWN_INPUTS)
     if others:
         raise ValueError(
-            f"{', '.join(f'`{name}`' for name in others)} cannot be passed along with `cactus_delta` or `acceptance_rule` "
-            "yet: only token ids and their attention mask can."
+            f"{', '.join(f'`{name}`' for name in others)} cannot be passed along with `cactus_delta` or "
+            "`acceptance_rule` yet: only token ids and their attention mask can."
         )
     if input_ids.shape[1] == 0:
-        raise ValueError("The prompt has no token ids: speculative decoding needs at least one, as the draft reads them too.")
+        raise ValueError(
+            "The prompt has no token ids: speculative decoding needs at least one, as the draft reads them too."
+        )
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"A streamer takes one row, but there are {len(input_ids)}: stream them one at a time.")
     if synced_gpus:
@@ -117,10 +121,12 @@ def check_cache(cache: Any, config: hf.GenerationConfig) -> None:
     """Raises `ValueError` for caches that cannot be rolled back row by row."""
     kind = type(cache).__name__
     if cache is not None and kind != "DynamicCache" or getattr(cache, "offloading", False):
-        cause = f"`cache_implementation={config.cache_implementation!r}`" if config.cache_implementation else f"a `{kind}`"
+        cause = (
+            f"`cache_implementation={config.cache_implementation!r}`" if config.cache_implementation else f"a `{kind}`"
+        )
         raise ValueError(
-            f"{cause} cannot be rolled back row by row: leave it out, or pass a `DynamicCache`. Speculative decoding makes a "
-            "cache of its own."
+            f"{cause} cannot be rolled back row by row: leave it out, or pass a `DynamicCache`. Speculative decoding "
+            "makes a cache of its own."
         )
 
 
@@ -128,13 +134,13 @@ def check_processors(processors: Any) -> None:
     for processor in processors:
         if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):
             raise ValueError(
-                "`guidance_scale` keeps a cache of its own that cannot be rolled back with the drafts: leave it out, or "
-                "leave `cactus_delta` and `acceptance_rule` out."
+                "`guidance_scale` keeps a cache of its own that cannot be rolled back with the drafts: leave it out, "
+                "or leave `cactus_delta` and `acceptance_rule` out."
             )
 
 
 def left_padding(mask: Tensor | None, num_rows: int) -> Tensor:
-    """[R] on the CPU: padded columns of each row. Raises `ValueError` if the mask [R, P] is not one of left padding."""
+    """[R] on the CPU: padded columns of each row. Raises `ValueError` if `mask` [R, P] has other padding than left."""
     if mask is None:
         return torch.zeros(num_rows, dtype=torch.long)
     mask = mask.cpu() != 0
@@ -155,4 +161,6 @@ def check_positions(position_ids: Tensor | None, padding: Tensor, length: int) -
         return
     expected = (torch.arange(length) - padding[:, None]).clamp_min(0)
     if position_ids.dim() != 2 or (position_ids.cpu() != expected).any():
-        raise ValueError("`position_ids` must count the tokens of each row from 0: leave it out, and `generate()` will.")
+        raise ValueError(
+            "`position_ids` must count the tokens of each row from 0: leave it out, and `generate()` will."
+        )

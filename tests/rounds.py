@@ -1,4 +1,6 @@
-"""The law of a text decoded in rounds, by enumeration: what `generate()` should sample for any rule and draft length."""
+"""The law of a text decoded in rounds, by enumeration: what `generate()` should sample for any rule
+and draft length.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def round_law(target: Law, draft: Law, rule: AcceptanceRule, num_drafts: int, nu
     """Chances of the first `num_tokens` tokens.
 
     The first is the target's. Then come rounds of `num_drafts` drafts, each kept or replaced; a replaced one ends its
-    round, and so does the extra token behind drafts that were all kept. `target` and `draft` give the laws after a text.
+    round, and so does the extra token behind drafts that were all kept. `target` and `draft` give the laws after a
+    text.
     """
     target, draft = cache(target), cache(draft)
     law: dict[Text, float] = {}

@@ -7,7 +7,9 @@ from cactus_hf.counters import Recorder, Round, publish
 
 
 def make_round(**changes) -> Round:
-    """Two rows: one keeps a draft of three and replaces the next, the other keeps all its two and gets an extra token."""
+    """Two rows: one keeps a draft of three and replaces the next, the other keeps all its two and
+    gets an extra token.
+    """
     fields = {
         "rows": torch.tensor([0, 1]),
         "tokens": torch.tensor([[5, 6, 0, 0], [7, 8, 9, 0]]),

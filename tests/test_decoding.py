@@ -8,12 +8,12 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-import tiny
 import torch
 from rounds import round_law
 from torch import Tensor
 
 import cactus_hf
+import tiny
 from cactus_hf import TokenKind
 
 
@@ -43,7 +43,12 @@ def enabled():
 
 def greedy(target, draft, prompts: tiny.Prompts, **options) -> list[Tensor]:
     """New tokens of each row, as `tiny.plain_greedy` gives them."""
-    options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": tiny.PAD, "cactus_delta": 1.0} | options
+    options = {
+        "max_new_tokens": NEW_TOKENS,
+        "eos_token_id": None,
+        "pad_token_id": tiny.PAD,
+        "cactus_delta": 1.0,
+    } | options
     sequences = target.generate(**prompts.inputs, assistant_model=draft, do_sample=False, **options)
     return list(sequences[:, prompts.input_ids.shape[1] :])
 
@@ -81,7 +86,9 @@ class TestGreedy:
     def test_any_schedule(self, enabled, schedule):
         target, draft = tiny.pair("llama")
         prompts = tiny.ragged_prompts()
-        assert_same(greedy(enabled(target), draft, prompts, num_assistant_tokens_schedule=schedule), plain(target, prompts))
+        assert_same(
+            greedy(enabled(target), draft, prompts, num_assistant_tokens_schedule=schedule), plain(target, prompts)
+        )
 
     @pytest.mark.parametrize("name", ("llama", "mistral", "gpt2"))
     @pytest.mark.parametrize("kind", ("target", "noise"))
@@ -123,7 +130,9 @@ class TestGreedy:
             assert_same(greedy(enabled(target), draft, prompts), plain(target, prompts))
 
     def test_up_to_the_last_learned_position(self, enabled):
-        """Rows near their end are filled up to the others' drafts, which must not ask for positions that do not exist."""
+        """Rows near their end are filled up to the others' drafts, which must not ask for positions
+        that do not exist.
+        """
         target, draft = tiny.pair("gpt2")
         prompts = tiny.ragged_prompts((240, 17))
         options = {"max_length": tiny.MAX_POSITIONS, "num_assistant_tokens": 12, "max_new_tokens": None}
@@ -150,7 +159,13 @@ class TestLaw:
         counts = torch.zeros(4, 512)
         for _ in range(num_calls):
             tokens = target.generate(
-                **inputs, assistant_model=draft, do_sample=True, max_new_tokens=6, eos_token_id=None, pad_token_id=0, **options
+                **inputs,
+                assistant_model=draft,
+                do_sample=True,
+                max_new_tokens=6,
+                eos_token_id=None,
+                pad_token_id=0,
+                **options,
             )[:, -6:-3]
             cell = (tokens * torch.tensor([64, 8, 1])).sum(1).view(64, 4)
             counts += torch.stack([torch.bincount(cell[:, row], minlength=512) for row in range(4)])
@@ -179,10 +194,13 @@ class TestLaw:
 
     def assert_follows(self, counts: Tensor, law: Tensor) -> None:
         statistic = degrees = 0.0
-        for observed, chances in zip(counts.flatten(1), law.flatten(1)):
+        for observed, chances in zip(counts.flatten(1), law.flatten(1), strict=True):
             expected = chances * observed.sum()
             is_rare = expected < 5  # pooled into one cell
-            cells = [(observed[~is_rare], expected[~is_rare]), (observed[is_rare].sum()[None], expected[is_rare].sum()[None])]
+            cells = [
+                (observed[~is_rare], expected[~is_rare]),
+                (observed[is_rare].sum()[None], expected[is_rare].sum()[None]),
+            ]
             for o, e in cells:
                 o, e = o[e > 0], e[e > 0]
                 statistic += float(((o - e) ** 2 / e).sum())
@@ -241,7 +259,9 @@ class TestLaw:
 
     def test_confidence_threshold_leaves_the_law_as_it_is(self, enabled):
         """Dropping the unconfident token instead of keeping it would bias what is drafted."""
-        counts = self.frequencies(enabled, 40, cactus_delta=0.0, num_assistant_tokens=3, assistant_confidence_threshold=0.3)
+        counts = self.frequencies(
+            enabled, 40, cactus_delta=0.0, num_assistant_tokens=3, assistant_confidence_threshold=0.3
+        )
         self.assert_follows(counts, self.target_law())
 
     def test_seeded_rows_sample_the_target(self, enabled):
@@ -280,7 +300,9 @@ class TestSampling:
         scores = torch.stack(output.scores, dim=1).gather(2, output.sequences[:, 17:, None])
         assert torch.isfinite(scores).all()
 
-    @pytest.mark.parametrize("options", ({}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 9}, {"repetition_penalty": 1.5}))
+    @pytest.mark.parametrize(
+        "options", ({}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 9}, {"repetition_penalty": 1.5})
+    )
     def test_draft_and_target_are_processed_alike(self, enabled, options):
         """A draft that is the target is always right, at any temperature and under any penalty."""
         target = tiny.model("llama")
@@ -328,7 +350,13 @@ class TestSampling:
     def test_a_seeded_row_does_not_depend_on_its_neighbours(self, enabled):
         target, draft = tiny.pair("llama", dtype=torch.float64)
         prompts = tiny.ragged_prompts()
-        options = {"cactus_delta": 0.5, "assistant_model": draft, "do_sample": True, "max_new_tokens": 30, "eos_token_id": 7}
+        options = {
+            "cactus_delta": 0.5,
+            "assistant_model": draft,
+            "do_sample": True,
+            "max_new_tokens": 30,
+            "eos_token_id": 7,
+        }
         target = enabled(target)
         together = target.generate(**prompts.inputs, generator=[1, 2, 3, 4], pad_token_id=0, **options)[:, 17:]
         order = [2, 0, 3, 1]
@@ -337,7 +365,9 @@ class TestSampling:
         assert torch.equal(again, together[order])
         for index in range(4):
             row = prompts.row(index, num_pads=index)
-            alone = target.generate(**row.inputs, generator=[index + 1], pad_token_id=0, **options)[0, row.input_ids.shape[1] :]
+            alone = target.generate(**row.inputs, generator=[index + 1], pad_token_id=0, **options)[
+                0, row.input_ids.shape[1] :
+            ]
             assert_same([alone], [together[index]])
 
 

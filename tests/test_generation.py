@@ -7,11 +7,11 @@ import io
 import pickle
 
 import pytest
-import tiny
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, pipeline
 
 import cactus_hf
+import tiny
 from cactus_hf.generation import SpeculativeMixin
 
 
@@ -115,7 +115,12 @@ class TestStockCalls:
 
     def test_ensemble_weight_alone_is_stock(self, pair):
         target, draft = pair
-        call = {"input_ids": torch.tensor([[5, 6, 7]]), "assistant_model": draft, "assistant_ensemble_weight": 0.5, **SAMPLE}
+        call = {
+            "input_ids": torch.tensor([[5, 6, 7]]),
+            "assistant_model": draft,
+            "assistant_ensemble_weight": 0.5,
+            **SAMPLE,
+        }
         assert torch.equal(
             seeded(lambda: target.generate(**call)), seeded(lambda: tiny.model("llama").generate(**call))
         )
@@ -177,6 +182,12 @@ class TestWhereDeltaStands:
         assert before[0] == after[0]
         assert all(torch.equal(before[1][name], value) for name, value in after[1].items())
 
+    def test_greedy_decoding_leaves_the_random_state_alone(self, pair):
+        target, draft = pair
+        before = torch.get_rng_state()
+        self.call(target, draft, cactus_delta=1.0, do_sample=False)
+        assert torch.equal(torch.get_rng_state(), before)
+
 
 class TestDraftLength:
     """The call goes before the target's config, that before the draft's, and that before our own default of 5."""
@@ -206,7 +217,11 @@ class TestDraftLength:
         options = {"assistant_model": draft, "cactus_delta": 1.0, **SAMPLE, "do_sample": False}
         expected = target.generate(**prompts.inputs, **options)
         draft.generation_config.update(
-            max_new_tokens=2, stop_strings=["x"], cache_implementation="static", temperature=9.0, repetition_penalty=3.0
+            max_new_tokens=2,
+            stop_strings=["x"],
+            cache_implementation="static",
+            temperature=9.0,
+            repetition_penalty=3.0,
         )
         assert torch.equal(target.generate(**prompts.inputs, **options), expected)
 

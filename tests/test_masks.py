@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import tiny
 import torch
 
+import tiny
 from cactus_hf.masks import Pattern, attention_mask, patterns_of
 from cactus_hf.ragged_cache import Slots
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 import pytest
-import tiny
 import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 
 import cactus_hf
+import tiny
 from cactus_hf import TokenKind
 from cactus_hf.generation import CACHE_NAME
 
@@ -66,7 +66,11 @@ class TestOutput:
     def test_kinds_cover_the_text(self, pair):
         target, draft = pair
         output = target.generate(
-            **tiny.ragged_prompts().inputs, assistant_model=draft, cactus_delta=0.5, return_dict_in_generate=True, **SAMPLE
+            **tiny.ragged_prompts().inputs,
+            assistant_model=draft,
+            cactus_delta=0.5,
+            return_dict_in_generate=True,
+            **SAMPLE,
         )
         kinds = output.speculation.kinds
         assert kinds.shape == (4, 15) and (kinds[:, 0] == TokenKind.FIRST).all()

@@ -6,11 +6,11 @@ import copy
 import types
 
 import pytest
-import tiny
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, StaticCache
 
 import cactus_hf
+import tiny
 from cactus_hf.validation import check_models, check_positions, left_padding
 
 
@@ -164,7 +164,9 @@ def test_a_static_cache_passed_in(pair):
 
 def test_prompts_without_ids(pair):
     with pytest.raises(ValueError, match="token ids|no token ids|inputs_embeds"):
-        pair[0].generate(inputs_embeds=torch.ones(1, 3, 32), assistant_model=pair[1], cactus_delta=1.0, max_new_tokens=3)
+        pair[0].generate(
+            inputs_embeds=torch.ones(1, 3, 32), assistant_model=pair[1], cactus_delta=1.0, max_new_tokens=3
+        )
 
 
 def test_left_padding():

@@ -60,3 +60,15 @@ def acceptance(
     span = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
     laws = [(model(ids, use_cache=False).logits[0, span].float() / temperature).softmax(-1) for model in (target, draft)]
     return torch.minimum(*laws).sum(-1).cpu()
+
+
+@torch.inference_mode()
+def coverage(target: PreTrainedModel, draft: PreTrainedModel, answers: list[tuple[list[int], list[int]]], temperature: float) -> float:
+    """Mean target mass on the ids the draft can draw at all, which bounds its acceptance."""
+    kept, total, count = draft.lm_head.kept_ids, 0.0, 0
+    for prompt, answer in answers:
+        ids = torch.tensor([prompt + answer], device=target.device)
+        logits = target(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
+        total += float(logits.softmax(-1)[:, kept].sum())
+        count += len(answer)
+    return total / count

@@ -106,7 +106,6 @@ class SelfPrompting:
         question_len: int = 160,
         batch: int = 128,
         slots: int = 320,
-        seed: int = 0,
     ):
         self.template = Template.of(tokenizer)
         self.encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -114,8 +113,8 @@ class SelfPrompting:
         self.temperatures = torch.tensor([temperature, question_temperature, temperature])
         self.answer_len, self.question_len = answer_len, question_len
         self.decoder = LeanDecoder(model, batch, slots)
-        self.chooser = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.chooser = random.Random()
+        self.generator = torch.Generator()
 
     def begin(self, slot: int) -> Conversation:
         draw = self.chooser.random()
@@ -125,8 +124,10 @@ class SelfPrompting:
         opening = self.encode(self.chooser.choice(OPENINGS)) if draw < self.given_share + self.opening_share else []
         return Conversation(slot, opening, QUESTION, self.question_len)
 
-    def wave(self) -> Iterator[Sample]:
+    def wave(self, seed: int) -> Iterator[Sample]:
         """Fills the cache once, yielding conversations as they end and, last, those cut off inside their answer."""
+        self.chooser.seed(seed)
+        self.generator.manual_seed(seed)
         decoder, prefix = self.decoder, self.template.prefix
         decoder.start(prefix)
         rows = [self.begin(len(prefix)) for _ in range(decoder.batch)]

@@ -1,0 +1,209 @@
+"""Command that makes a draft for a Llama-family target: `cactus-hf distill sample | train | evaluate`.
+
+`sample` lets the target write conversations, `train` trains a few of its layers on them, `evaluate` measures how often the target would keep the
+draft's tokens. The defaults, run on SmolLM2-135M-Instruct, made the draft that ships with this package:
+
+    cactus-hf distill sample --data shards --tokens 1000000 --prompts gsm8k_train.jsonl
+    cactus-hf distill train --data shards --out draft.safetensors
+    cactus-hf distill evaluate --draft draft.safetensors --prompts questions.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .draft import SHIPPED_DRAFT, load_draft, save_draft, trained_parts
+from .evaluation import acceptance, coverage, sample_answers
+from .pair import load_target
+from .self_prompting import SelfPrompting, Template
+from .shards import rank_ids, read_shard, write_shard
+from .training import Stream, TrainingConfig, dev_acceptance, start_draft, train
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the three steps and their options to `parser`."""
+    steps = parser.add_subparsers(dest="step", required=True, metavar="{sample,train,evaluate}")
+
+    sample = steps.add_parser("sample", help="let the target write conversations to train on")
+    sample.add_argument("--data", type=Path, required=True, help="folder for the shards; finished ones are kept, so a stopped run goes on")
+    sample.add_argument("--tokens", type=int, default=1_000_000, help="stop when the folder holds so many tokens (default: %(default)s)")
+    sample.add_argument("--prompts", type=Path, help="JSON lines with `prompt`, `question` or `turns`; without it all questions are the target's own")
+    sample.add_argument("--given-share", type=float, default=0.15, help="share of conversations that take a given prompt (default: %(default)s)")
+    sample.add_argument("--opening-share", type=float, default=0.5, help="share whose question starts from a given word (default: %(default)s)")
+    sample.add_argument("--temperature", type=float, default=0.7, help="of the answers (default: %(default)s)")
+    sample.add_argument("--question-temperature", type=float, default=0.8, help="of the target's own questions (default: %(default)s)")
+    sample.add_argument("--answer-len", type=int, default=128, help="most tokens of an answer (default: %(default)s)")
+    sample.add_argument("--batch", type=int, default=128, help="rows sampled together (default: %(default)s)")
+    sample.add_argument("--slots", type=int, default=320, help="cache slots of a wave; one shard is one wave (default: %(default)s)")
+    sample.add_argument("--first", type=int, default=0, help="number and seed of the first shard (default: %(default)s)")
+    sample.add_argument("--stride", type=int, default=1, help="step between shard numbers, to share a folder among processes")
+
+    learn = steps.add_parser("train", help="train a draft on them")
+    learn.add_argument("--data", type=Path, required=True, help="folder written by `sample`, which may still be running")
+    learn.add_argument("--out", type=Path, required=True, help="file to write; the state to go on from is kept beside it")
+    learn.add_argument("--kept-ids", type=int, default=8192, help="token ids in the draft's head (default: %(default)s)")
+    learn.add_argument("--dev-conversations", type=int, default=32, help="conversations of the first shard held out for progress figures")
+    learn.add_argument("--report-seconds", type=float, default=300, help="seconds between them (default: %(default)s)")
+    for option in fields(TrainingConfig):
+        name = "--" + option.name.replace("_", "-")
+        if isinstance(option.default, tuple):
+            kind = type(option.default[0])
+            learn.add_argument(name, type=lambda text, kind=kind: tuple(map(kind, text.split(","))), default=option.default)
+        else:
+            learn.add_argument(name, type=float if option.default is None else type(option.default), default=option.default)
+
+    measure = steps.add_parser("evaluate", help="measure the acceptance of a draft on the target's own answers")
+    measure.add_argument("--draft", type=Path, default=SHIPPED_DRAFT, help="draft file (default: the shipped one)")
+    measure.add_argument("--prompts", type=Path, required=True, help="JSON lines with `prompt`, `question` or `turns` (first turn); never train on them")
+    measure.add_argument("--categories", help="comma-separated values of the field `category` to keep (default: all)")
+    measure.add_argument("--limit", type=int, help="use the first so many prompts")
+    measure.add_argument("--temperature", type=float, default=0.7, help="of both laws and of the answers (default: %(default)s)")
+    measure.add_argument("--max-new-tokens", type=int, default=128, help="of an answer (default: %(default)s)")
+    measure.add_argument("--batch", type=int, default=16, help="prompts answered together (default: %(default)s)")
+    measure.add_argument("--seed", type=int, default=0)
+
+    for step in (sample, learn, measure):
+        step.add_argument("--target", help="model id or folder (default: the embedded SmolLM2-135M-Instruct)")
+        step.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the step that was parsed; figures go to stdout as JSON lines."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.target is None:
+        target, tokenizer = load_target(device="cpu", dtype=torch.float32)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.target)
+        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    {"sample": run_sample, "train": run_train, "evaluate": run_evaluate}[args.step](args, target, tokenizer)
+    return 0
+
+
+def read_prompts(path: Path, categories: str | None = None) -> list[str]:
+    """The prompts of a JSON-lines file; of several turns the first."""
+    prompts = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        if categories and row.get("category") not in categories.split(","):
+            continue
+        prompt = row.get("prompt") or row.get("question") or (row.get("turns") or [None])[0]
+        if not isinstance(prompt, str):
+            raise ValueError(f"{path}, line {number} has no text in `prompt`, `question` or `turns`; found {', '.join(row)}.")
+        prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts{f' of the categories {categories}' if categories else ''}.")
+    return prompts
+
+
+def run_sample(args: argparse.Namespace, target, tokenizer) -> None:
+    args.data.mkdir(parents=True, exist_ok=True)
+    sampler = SelfPrompting(
+        target,
+        tokenizer,
+        read_prompts(args.prompts) if args.prompts else [],
+        given_share=args.given_share,
+        opening_share=args.opening_share,
+        temperature=args.temperature,
+        question_temperature=args.question_temperature,
+        answer_len=args.answer_len,
+        batch=args.batch,
+        slots=args.slots,
+    )
+    number, tokens, counted = args.first, 0, set()
+    with tqdm(total=args.tokens, unit=" tokens", desc="Sampling") as bar:
+        while True:
+            for path in set(args.data.glob("*.safetensors")) - counted:
+                counted.add(path)
+                tokens += sum(len(sample.tokens) for sample in read_shard(path))
+            bar.update(tokens - bar.n)
+            if tokens >= args.tokens:
+                break
+            path = args.data / f"{number:05d}.safetensors"
+            if not path.exists():
+                began = time.monotonic()
+                written = write_shard(path, sampler.wave(seed=number))
+                print(json.dumps({"shard": path.name, "tokens": written, "seconds": round(time.monotonic() - began, 1)}), flush=True)
+            number += args.stride
+
+
+def run_train(args: argparse.Namespace, target, tokenizer) -> None:
+    config = TrainingConfig(**{option.name: getattr(args, option.name) for option in fields(TrainingConfig)})
+    template = Template.of(tokenizer)
+    shards = sorted(args.data.glob("*.safetensors"))
+    if len(shards) < 2:
+        raise ValueError(f"{args.data} holds {len(shards)} shards; at least 2 are needed (the first is held out). Run `cactus-hf distill sample`.")
+    held_out = shards[0]
+    dev = [sample for sample in read_shard(held_out) if len(sample.tokens) > 1][: args.dev_conversations]
+    head = target.get_output_embeddings().weight.detach()
+    torch.manual_seed(config.seed)
+    ranked = rank_ids(shards[1:9], head, config.temperature)
+    draft = start_draft(target, config.layers, ranked[: args.kept_ids].sort().values)
+    averaged = start_draft(target, config.layers, draft.lm_head.kept_ids)
+    stream = Stream(args.data, {held_out.name}, template.prefix, template.stop, config)
+    visited, reported = 0, time.monotonic()
+
+    def report(figures: dict, average: dict, final: bool = False) -> None:
+        nonlocal visited, reported
+        visited += figures["tokens"]
+        if not final and time.monotonic() - reported < args.report_seconds:
+            return
+        with torch.no_grad():
+            for name, parameter in trained_parts(averaged).items():
+                parameter.copy_(average[name])
+        figures["dev_acceptance"] = dev_acceptance(averaged, dev, template.prefix, template.stop, config.temperature)
+        save_draft(averaged, args.out, metadata={"layers": list(config.layers), "updates": figures["step"], "tokens_visited": visited})
+        print(json.dumps({**figures, "tokens_visited": visited, "shards": len(stream.visits)}), flush=True)
+        reported = time.monotonic()
+
+    last, average = train(target, draft, stream, config, report, args.out.with_suffix(".state"))
+    report({**last, "tokens": 0}, average, final=True)
+
+
+def run_evaluate(args: argparse.Namespace, target, tokenizer) -> None:
+    draft = load_draft(target, args.draft)
+    prompts = read_prompts(args.prompts, args.categories)[: args.limit]
+    bar = lambda steps: tqdm(steps, desc="Answering", unit=" batches")  # noqa: E731
+    answers = sample_answers(
+        target,
+        tokenizer,
+        prompts,
+        temperature=args.temperature,
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+        batch=args.batch,
+        progress=bar,
+    )
+    kept = torch.cat([acceptance(target, draft, *pair, args.temperature) for pair in tqdm(answers, desc="Scoring", unit=" answers")])
+    figures = {
+        "acceptance": round(float(kept.mean()), 4),
+        "standard_error": round(float(kept.std() / len(kept) ** 0.5), 4),
+        "temperature": args.temperature,
+        "prompts": len(prompts),
+        "positions": len(kept),
+        "target_mass_in_head": round(coverage(target, draft, answers, args.temperature), 5),
+        "seed": args.seed,
+        "draft_bytes": args.draft.stat().st_size,
+    }
+    print(json.dumps(figures))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cactus_hf.embedded.distill", description=__doc__.split("\n\n")[0])
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
