@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .generation import Host
 
 
+SLACK = 3  # slots that `RaggedModel.is_faithful` leaves behind the longest row
+
+
 class CachedModel(Protocol):
     def score(self, tokens: Tensor, first: Tensor) -> Tensor:
         """Logits [B, T, V] of `tokens` [B, T], the first of each row at position `first` [B] (on the CPU).
@@ -58,11 +61,27 @@ class RaggedModel:
         self.is_additive = host.attention == "eager"
         self.dtype = next(host.model.parameters()).dtype
         self.takes_positions = host.takes("position_ids")
+        self.last_slot = num_columns - 1 - padding  # [B] on the CPU, of the prompts
         # Rows with fewer drafts than others are filled up; learned positions must not be asked for more than exist
         self.last_position = max_length - 1 - padding  # [B] on the CPU
 
     def score(self, tokens: Tensor, first: Tensor) -> Tensor:
-        slots = Slots.from_host(first, tokens.shape[1], tokens.device)
+        return self._score_at(tokens, Slots.from_host(first, tokens.shape[1], tokens.device))
+
+    def is_faithful(self, last_tokens: Tensor, logits: Tensor) -> bool:
+        """Whether the model minds its rows' own lengths.
+
+        Scores the prompts' last tokens `last_tokens` [B, 1] again, as if beside a longer row, and compares with the
+        `logits` [B, V] that plain prefilling gave.
+
+        A model that makes masks or positions of its own from the shape of the cache does not, and its configuration
+        does not tell. Total variation of .1 is far above rounding, even in bfloat16, and far below another text's law.
+        """
+        last = Slots.from_host(self.last_slot, 1, last_tokens.device)
+        again = self._score_at(last_tokens, last._replace(highest=last.highest + SLACK))[:, 0]
+        return bool(((again.softmax(-1) - logits.softmax(-1)).abs().sum(-1) / 2 < 0.1).all())
+
+    def _score_at(self, tokens: Tensor, slots: Slots) -> Tensor:
         self.cache.slots = slots
         inputs = {
             "input_ids": tokens,
@@ -110,8 +129,10 @@ class CroppedModel:
         return widened(self.host.model(**inputs).logits)
 
     def _crop(self, num_columns: int) -> None:
-        self.cache.crop(num_columns - self.num_columns)  # also with 0, which trims sliding layers to their window
-        self.num_columns = num_columns
+        # Cropping nothing is no idle call: it would trim sliding layers to their window, and what a later roll back needs
+        if num_columns < self.num_columns:
+            self.cache.crop(num_columns - self.num_columns)
+            self.num_columns = num_columns
 
     def keep(self, index: Tensor) -> None:
         """The one row stays until the call ends."""

@@ -140,13 +140,18 @@ def check_models(args: argparse.Namespace) -> None:
 
 def load(args: argparse.Namespace) -> Pair:
     """The pair that the options name, or else the embedded one."""
-    from . import embedded, pairs
+    import torch
+
+    from . import pairs
 
     names = pairs.named(args.pair) if args.pair else (args.model, args.assistant)
     device = pairs.find_device(args.device)
+    dtype = args.dtype and getattr(torch, args.dtype)
     if all(names):
-        return Pair(" + ".join(names), *pairs.load(*names, device=device, dtype=args.dtype))
-    return Pair("embedded pair", *embedded.load_pair(device=device, dtype=args.dtype))
+        return Pair(" + ".join(names), *pairs.load(*names, device=device, dtype=dtype))
+    from . import embedded
+
+    return Pair("embedded pair", *embedded.load_pair(device=device, dtype=dtype))
 
 
 def encode(pair: Pair, prompt: str) -> dict[str, torch.Tensor]:

@@ -33,6 +33,13 @@ CACHE_NAME = (
 )
 RAGGED_ATTENTION = ("eager", "sdpa")  # implementations that take ready-made masks
 OWN_MASKS = {"bloom", "mpt"}  # models that build attention biases from a mask of two dimensions
+# Model types whose ragged batches equal plain rows, text by text (tests/test_decoding.py); others are tried at run
+# time
+TESTED = frozenset(
+    "biogpt codegen cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 falcon gemma gemma2 gemma3_text glm glm4 gpt2 "
+    "gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe llama llama4_text mistral mixtral nemotron olmo olmo2 opt "
+    "phi phi3 qwen2 qwen3 qwen3_moe smollm3 stablelm starcoder2 xglm".split()
+)
 OPTIONS = "speculation_options"  # where our options travel on the generation config of one call
 
 
@@ -195,6 +202,10 @@ class Host:
             and not self._has_shared_rope()
             and RaggedCache.can_hold(self.fresh_cache())
         )
+
+    @property
+    def is_tested(self) -> bool:
+        return self.config.model_type in TESTED
 
     def _has_shared_rope(self) -> bool:
         """Whether rotary frequencies follow the longest row of a batch, so that rows would influence one another."""

@@ -74,11 +74,10 @@ def load(
         ValueError: for a folder or id that is not there, a model that does not fit, or two different tokenizers.
         OSError: if the Hub is needed and cannot be reached.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     device = find_device(device)
     dtype = dtype or ("float32" if device.type == "cpu" else "auto")
     with tqdm(total=4, desc="Loading the pair", unit="part", leave=False, disable=None if progress else True) as bar:
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # takes seconds, so not before the bar is there
 
         def part(auto: Any, name: str, what: str, **options: Any) -> Any:
             bar.set_postfix_str(f"{what} of {name}")

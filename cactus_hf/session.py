@@ -125,12 +125,19 @@ def _prefilled(
     is_returned: bool = False,
 ) -> tuple[Tensor, CachedModel]:
     """Logits [R, V] behind the prompts, and the model holding them."""
-    num_columns = input_ids.shape[1]
+    num_rows, num_columns = input_ids.shape
     cache = inputs.get(host.cache_name)
     cache = host.fresh_cache() if cache is None else cache
-    if not host.is_ragged:
-        cache.activate_past_recording()
+    is_ragged = host.is_ragged and (host.is_tested or num_rows > 1)
+    if not (is_ragged and host.is_tested):
+        cache.activate_past_recording()  # sliding layers keep all: to be cropped, or for `is_faithful` to look back
     logits, cache = host.prefill(input_ids, config, inputs | {host.cache_name: cache, "use_cache": True})
-    if host.is_ragged:
-        return logits, RaggedModel(host, cache, padding, num_columns, config.max_length, is_returned)
-    return logits, CroppedModel(host, cache, inputs.get("attention_mask"), int(padding[0]), num_columns)
+    if not is_ragged:
+        return logits, CroppedModel(host, cache, inputs.get("attention_mask"), int(padding[0]), num_columns)
+    model = RaggedModel(host, cache, padding, num_columns, config.max_length, is_returned)
+    if not host.is_tested and not model.is_faithful(input_ids[:, -1:], logits):
+        raise ValueError(
+            f"{host.name} does not give rows of different lengths the logits they have alone, so it can be verified "
+            "one row at a time only: call `generate()` row by row."
+        )
+    return logits, model

@@ -11,10 +11,12 @@ import pytest
 import torch
 from rounds import round_law
 from torch import Tensor
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import cactus_hf
 import tiny
 from cactus_hf import TokenKind
+from cactus_hf.generation import TESTED
 
 
 NEW_TOKENS = 24
@@ -66,6 +68,32 @@ class TestGreedy:
         target, draft = tiny.pair(name, attention)
         prompts = tiny.ragged_prompts()
         assert_same(greedy(enabled(target), draft, prompts, num_assistant_tokens=4), plain(target, prompts))
+
+    def test_the_list_of_tested_types_is_what_is_tested(self):
+        assert {tiny.model(name).config.model_type for name, _ in RAGGED} == TESTED
+
+    def test_a_type_that_was_not_tested_is_tried_and_runs(self, enabled, monkeypatch):
+        monkeypatch.setattr(cactus_hf.generation, "TESTED", frozenset())
+        for name in ("llama", "mistral", "gemma3"):
+            target, draft = tiny.pair(name)
+            for prompts in (tiny.ragged_prompts(), tiny.ragged_prompts((7, 7)), tiny.ragged_prompts((9,))):
+                assert_same(greedy(enabled(target), draft, prompts), plain(target, prompts))
+
+    @pytest.mark.parametrize("lengths", ((5, 17, 9, 2), (7, 7)))
+    def test_a_type_whose_rows_cannot_differ_is_refused(self, enabled, lengths):
+        """GPT-Neo cuts its mask from the end of the cache: a row beside a longer one looks at wrong slots."""
+        config = GPTNeoConfig(
+            vocab_size=tiny.VOCAB, hidden_size=32, num_layers=2, num_heads=4, window_size=8,
+            max_position_embeddings=256, attention_types=[[["global", "local"], 1]],
+        )  # fmt: skip
+        torch.manual_seed(0)
+        target = GPTNeoForCausalLM(config).eval()
+        tiny.spread(target, seed=0)
+        tiny.sharpen(target)
+        with pytest.raises(ValueError, match="GPTNeoForCausalLM.*row by row"):
+            greedy(enabled(target), target, tiny.ragged_prompts(lengths))
+        row = tiny.ragged_prompts((9,))
+        assert_same(greedy(target, target, row), plain(target, row))
 
     @pytest.mark.parametrize("name", ONE_ROW)
     def test_models_that_build_their_own_masks_run_one_row_at_a_time(self, enabled, name):

@@ -96,6 +96,21 @@ def test_every_kind_looks_different(markup) -> None:
     assert len(set(shown)) == len(KINDS) - len(plain) + 1
 
 
+def luminance(colour: int) -> float:
+    """Relative luminance (WCAG 2) of an entry of the colour cube of xterm's palette."""
+    steps = [0, 95, 135, 175, 215, 255]
+    levels = [steps[(colour - 16) // divisor % 6] / 255 for divisor in (36, 6, 1)]
+    linear = [level / 12.92 if level <= 0.04045 else ((level + 0.055) / 1.055) ** 2.4 for level in levels]
+    return sum(weight * level for weight, level in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_colours_read_on_white_and_on_black(kind: TokenKind) -> None:
+    shade = luminance(int(STYLES[kind].sgr.split(";")[2]))
+    # The best that both can have is 4.6; 3 is what WCAG asks of large text and of symbols
+    assert min(1.05 / (shade + 0.05), (shade + 0.05) / 0.05) > 3.5
+
+
 def test_colour_is_not_the_only_difference() -> None:
     without_colour = [re.sub(r"38;5;\d+;?", "", STYLES[kind].sgr) for kind in KINDS if kind != TokenKind.FIRST]
     assert len(set(without_colour)) == len(without_colour)

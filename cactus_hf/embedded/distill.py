@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sample.add_argument("--temperature", type=float, default=0.7, help="of the answers (default: %(default)s)")
     sample.add_argument("--question-temperature", type=float, default=0.8, help="of the target's own questions (default: %(default)s)")
     sample.add_argument("--answer-len", type=int, default=128, help="most tokens of an answer (default: %(default)s)")
+    sample.add_argument("--question-len", type=int, default=160, help="most tokens of a question (default: %(default)s)")
     sample.add_argument("--batch", type=int, default=128, help="rows sampled together (default: %(default)s)")
     sample.add_argument("--slots", type=int, default=320, help="cache slots of a wave; one shard is one wave (default: %(default)s)")
     sample.add_argument("--first", type=int, default=0, help="number and seed of the first shard (default: %(default)s)")
@@ -118,6 +120,7 @@ def run_sample(args: argparse.Namespace, target, tokenizer) -> None:
         temperature=args.temperature,
         question_temperature=args.question_temperature,
         answer_len=args.answer_len,
+        question_len=args.question_len,
         batch=args.batch,
         slots=args.slots,
     )
@@ -174,7 +177,6 @@ def run_train(args: argparse.Namespace, target, tokenizer) -> None:
 def run_evaluate(args: argparse.Namespace, target, tokenizer) -> None:
     draft = load_draft(target, args.draft)
     prompts = read_prompts(args.prompts, args.categories)[: args.limit]
-    bar = lambda steps: tqdm(steps, desc="Answering", unit=" batches")  # noqa: E731
     answers = sample_answers(
         target,
         tokenizer,
@@ -183,7 +185,7 @@ def run_evaluate(args: argparse.Namespace, target, tokenizer) -> None:
         max_new_tokens=args.max_new_tokens,
         seed=args.seed,
         batch=args.batch,
-        progress=bar,
+        progress=partial(tqdm, desc="Answering", unit=" batches"),
     )
     kept = torch.cat([acceptance(target, draft, *pair, args.temperature) for pair in tqdm(answers, desc="Scoring", unit=" answers")])
     figures = {

