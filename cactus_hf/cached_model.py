@@ -129,7 +129,8 @@ class CroppedModel:
         return widened(self.host.model(**inputs).logits)
 
     def _crop(self, num_columns: int) -> None:
-        # Cropping nothing is no idle call: it would trim sliding layers to their window, and what a later roll back needs
+        # Cropping nothing is no idle call: it would trim sliding layers to their window, and what a later roll back
+        # needs
         if num_columns < self.num_columns:
             self.cache.crop(num_columns - self.num_columns)
             self.num_columns = num_columns

@@ -136,7 +136,7 @@ class Decoder:
         self._raise_or_warn(bad_target, num_drafted, num_proposed)
         num_emitted, has_ended = self.stopping.cut_by_criteria(self.sequences, num_emitted, has_ended.bool())
         rows = self.sequences.rows
-        self.sequences.commit(num_emitted)
+        self.sequences.commit(tokens.long(), num_emitted)
         has_ended |= self.sequences.remaining() <= 0
         kl += [torch.zeros_like(kl[0])] * (3 - len(kl))
         return Round(

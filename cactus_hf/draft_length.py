@@ -27,7 +27,10 @@ class DraftLength:
 
     def __post_init__(self) -> None:
         if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int) or self.num_tokens < 1:
-            raise ValueError(f"`num_assistant_tokens` must be an integer of at least 1, got {self.num_tokens!r}.")
+            raise ValueError(
+                "`num_assistant_tokens` (or `prompt_lookup_num_tokens`) must be an integer of at least 1, got "
+                f"{self.num_tokens!r}."
+            )
         if self.schedule not in SCHEDULES:
             raise ValueError(
                 f"`num_assistant_tokens_schedule` must be one of {', '.join(map(repr, SCHEDULES))}, "

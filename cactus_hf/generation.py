@@ -65,7 +65,8 @@ class SpeculativeMixin:
             return super()._validate_generation_mode(generation_mode, generation_config, call)  # type: ignore[misc]
         draft = call.get("assistant_model") if is_assisted else None
         check_mode(generation_config, draft is not None)
-        check_models(Host(self), Host(draft), (call.get("tokenizer"), call.get("assistant_tokenizer")))
+        hosts = {"target": Host(self)} | ({} if draft is None else {"draft": Host(draft)})
+        check_models(hosts, (call.get("tokenizer"), call.get("assistant_tokenizer")))
 
     @functools.wraps(GenerationMixin._assisted_decoding)  # `generate()` looks at the signature
     def _assisted_decoding(
@@ -77,7 +78,8 @@ class SpeculativeMixin:
             return super()._assisted_decoding(*prepared, **kwargs)  # type: ignore[misc]
         for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # of no use to the loop
             kwargs.pop(name, None)
-        return speculate(Host(self), Host(kwargs.pop("assistant_model")), options, *prepared, **kwargs)
+        draft = kwargs.pop("assistant_model", None)
+        return speculate(Host(self), None if draft is None else Host(draft), options, *prepared, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.generation_config, "cactus_delta", None) is not None:

@@ -25,6 +25,7 @@ class Sequences:
         # Twice the new tokens, as rows near their end are filled up with as many drafts as the others have
         self.tokens = prompt.new_full((num_rows, 2 * max_length - self.prompt_length), pad_token_id)
         self.tokens[:, : self.prompt_length] = prompt
+        self.text = self.tokens.cpu().clone()  # the committed tokens, as the host knows them
         self.padding, self.max_length, self.pad_token_id = padding, max_length, pad_token_id
         self.length = torch.full((num_rows,), self.prompt_length)  # committed columns [R], on the CPU
         self._activate(torch.arange(num_rows))
@@ -68,8 +69,10 @@ class Sequences:
         row = int(self.rows[index])
         return self.tokens[row : row + 1, : int(self.length[row]) + extra]
 
-    def commit(self, count: Tensor) -> None:
-        """Keep the first `count` [B] (on the CPU) uncommitted columns of each row."""
+    def commit(self, block: Tensor, count: Tensor) -> None:
+        """Keep the first `count` [B] of the tokens `block` [B, T] (both on the CPU) that were written with offset 0."""
+        place = torch.arange(block.shape[1])
+        self.text[self.rows[:, None], self.length[self.rows, None] + place] = block
         self.length[self.rows] += count
         self._refresh()
 

@@ -12,10 +12,11 @@ from . import counters
 from .cached_model import CachedModel, CroppedModel, RaggedModel
 from .config import LENGTH_KEYWORDS, SpeculationOptions, given, rule_for_rows
 from .decoding import Decoder
-from .draft_length import LengthSchedule
-from .drafting import DraftModel, known
+from .draft_length import DraftLength, LengthSchedule
+from .drafting import DraftModel, DraftSource, known
 from .logits import BlockProcessor
 from .outputs import SpeculativeOutput, TokenRows
+from .prompt_lookup import PromptLookup
 from .randomness import NoUniforms, make_uniforms
 from .sequences import Sequences
 from .stopping import Stopping
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def speculate(
     target: Host,
-    draft: Host,
+    draft: Host | None,
     options: SpeculationOptions,
     input_ids: Tensor,
     processors: hf.LogitsProcessorList,
@@ -55,7 +56,7 @@ def speculate(
     check_positions(inputs.get("position_ids"), padding, prompt_length)
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
-    length = options.draft_length(given(draft.inner.generation_config, list(LENGTH_KEYWORDS)))
+    length = _draft_length(draft, options, config)
 
     stopping = Stopping(criteria, input_ids.device)
     max_length = min(config.max_length, stopping.max_length or config.max_length)
@@ -70,10 +71,7 @@ def speculate(
     recorder = counters.Recorder(num_rows, max_length - prompt_length, options.speculation_kl)
 
     first_logits, target_model = _prefilled(target, input_ids, padding, config, inputs, is_cache_returned)
-    draft_ids = known(input_ids, draft.vocab_size)
-    _, draft_model = _prefilled(draft, draft_ids, padding, config, _draft_inputs(draft, inputs))
-    sizes = first_logits.shape[-1], draft.vocab_size
-    source = DraftModel(draft_model, block_processor.for_draft(), sizes, do_sample, length.confidence_threshold)
+    source = _source(draft, first_logits.shape[-1], length, block_processor, input_ids, padding, config, inputs)
     decoder = Decoder(
         target_model,
         source,
@@ -111,9 +109,35 @@ def pad_token_id(config: hf.GenerationConfig) -> int:
     return 0 if config.pad_token_id is None else int(config.pad_token_id)
 
 
-def _draft_inputs(draft: Host, inputs: dict[str, Any]) -> dict[str, Any]:
+def _draft_length(draft: Host | None, options: SpeculationOptions, config: hf.GenerationConfig) -> DraftLength:
+    if draft is None:
+        return DraftLength(config.prompt_lookup_num_tokens)
+    return options.draft_length(given(draft.inner.generation_config, list(LENGTH_KEYWORDS)))
+
+
+def _source(
+    draft: Host | None,
+    vocab_size: int,
+    length: DraftLength,
+    processors: BlockProcessor,
+    input_ids: Tensor,
+    padding: Tensor,
+    config: hf.GenerationConfig,
+    inputs: dict[str, Any],
+) -> DraftSource:
+    """What drafts: the draft model, holding the prompts, or the text itself."""
+    if draft is None:
+        return PromptLookup(config.max_matching_ngram_size or 2, vocab_size)
     names = ("attention_mask", "position_ids") if draft.takes("position_ids") else ("attention_mask",)
-    return {name: inputs[name] for name in names if inputs.get(name) is not None}
+    own_inputs = {name: inputs[name] for name in names if inputs.get(name) is not None}
+    _, model = _prefilled(draft, known(input_ids, draft.vocab_size), padding, config, own_inputs)
+    return DraftModel(
+        model,
+        processors.for_draft(),
+        (vocab_size, draft.vocab_size),
+        bool(config.do_sample),
+        length.confidence_threshold,
+    )
 
 
 def _prefilled(

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 MAX_VOCABULARY_PADDING = 1024
 # What `generate()` hands to the decoding method and this package passes on or makes itself
 KNOWN_INPUTS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
+SOURCES = "`assistant_model=`, a smaller model with the same tokenizer, or `prompt_lookup_num_tokens=`"
 OTHER_SOURCES = {
-    "prompt_lookup_num_tokens": "prompt lookup",
     "assistant_early_exit": "early exit",
     "use_mtp": "multi-token prediction",
     "speculation_type": "this type of speculation",
@@ -34,13 +34,13 @@ def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
     for name, what in OTHER_SOURCES.items():
         if getattr(config, name, None):
             raise ValueError(
-                f"`{name}` ({what}) does not yet go with `cactus_delta` and `acceptance_rule`: pass "
-                "`assistant_model=`, a smaller model with the same tokenizer."
+                f"`{name}` ({what}) does not yet go with `cactus_delta` and `acceptance_rule`: pass {SOURCES}."
             )
-    if not has_draft:
+    if has_draft and config.prompt_lookup_num_tokens:
+        raise ValueError("`assistant_model` and `prompt_lookup_num_tokens` both draft: give one of them.")
+    if not has_draft and not config.prompt_lookup_num_tokens:
         raise ValueError(
-            "`cactus_delta` and `acceptance_rule` are about drafted tokens, and nothing drafts: pass "
-            "`assistant_model=`, a smaller model with the same tokenizer."
+            f"`cactus_delta` and `acceptance_rule` are about drafted tokens, and nothing drafts: pass {SOURCES}."
         )
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         raise ValueError(
@@ -52,9 +52,9 @@ def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
         raise ValueError("Speculative decoding rolls back a cache: `use_cache=False` cannot go with it. Leave it out.")
 
 
-def check_models(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> None:
-    """Raises `ValueError` unless both models can be rolled back and speak of the same tokens, on the same device."""
-    for role, host in (("target", target), ("draft", draft)):
+def check_models(hosts: dict[str, Host], tokenizers: tuple[Any, Any]) -> None:
+    """Raises `ValueError` unless "target" and "draft", if there is one, fit this package and one another."""
+    for role, host in hosts.items():
         if host.is_encoder_decoder:
             raise ValueError(
                 f"The {role}, {host.name}, is an encoder-decoder model, which `cactus_delta` and `acceptance_rule` do "
@@ -65,6 +65,11 @@ def check_models(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> None
                 f"The {role}, {host.name}, keeps a recurrent state that cannot be rolled back to the last accepted "
                 "token: use a model whose layers are all attention."
             )
+    if "draft" in hosts:
+        _check_likeness(hosts["target"], hosts["draft"], tokenizers)
+
+
+def _check_likeness(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> None:
     if target.device != draft.device:
         raise ValueError(
             f"The target is on {target.device} and the draft on {draft.device}: move the draft with "
@@ -86,10 +91,10 @@ def check_models(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> None
         )
 
 
-def check_batch(target: Host, draft: Host, num_rows: int) -> None:
+def check_batch(target: Host, draft: Host | None, num_rows: int) -> None:
     """Raises `ValueError` for batches of models that need a row each."""
     for role, host in (("target", target), ("draft", draft)):
-        if num_rows > 1 and not host.is_ragged:
+        if num_rows > 1 and host is not None and not host.is_ragged:
             raise ValueError(
                 f"The {role}, {host.name} with `attn_implementation={host.attention!r}`, can be verified one row at a "
                 f"time only, but there are {num_rows} rows: call `generate()` row by row, or, unless its attention is "

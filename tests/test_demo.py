@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 from pathlib import Path
@@ -30,13 +32,13 @@ def run(folders: list[str], *options: str) -> int:
     return cli.main(["demo", *folders, "--max-new-tokens", "24", "--num-assistant-tokens", "3", *options])
 
 
-@pytest.fixture
-def found(folders: list[str], capsys) -> dict:
+@pytest.fixture(scope="module")
+def found(folders: list[str]) -> dict:
     """The JSON object of a run."""
-    assert run(folders, "--json", "--delta", "0.5", "--repeats", "2") == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1, "one object and nothing else"
-    return json.loads(out)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert run(folders, "--json", "--delta", "0.5", "--repeats", "2") == 0
+    assert out.getvalue().count("\n") == 1, "one object and nothing else"
+    return json.loads(out.getvalue())
 
 
 def test_json_says_what_ran(found: dict) -> None:
@@ -167,8 +169,8 @@ def test_plain_runs_stock_generation(tiny_comparison: Comparison) -> None:
     assert run.tokens == stock[0, 3:].tolist() and run.stats is None and run.seconds > 0
 
 
-def row(method: str, *rates: float) -> Row:
-    return Row(method, None, [100] * len(rates), [100 / rate for rate in rates], None, None, None)
+def row(method: str, *rates: float, emitted_kl: float = 0.0) -> Row:
+    return Row(method, 0.5, [100] * len(rates), [100 / rate for rate in rates], None, None, emitted_kl)
 
 
 def test_row_takes_the_median_and_the_spread() -> None:
@@ -188,3 +190,9 @@ def test_row_takes_the_median_and_the_spread() -> None:
 def test_verdict_claims_no_more_than_the_runs_show(plain, cactus, said: str) -> None:
     text = report.verdict([row("plain", *plain), row("lossless", *plain), row("cactus", *cactus)])
     assert re.match(said, " ".join(text.split()))
+
+
+@pytest.mark.parametrize("emitted_kl, is_warned", [(0.05, False), (0.3, True)])
+def test_verdict_does_not_sell_speed_without_its_price(emitted_kl: float, is_warned: bool) -> None:
+    text = report.verdict([row("plain", 1, 1, 1), row("cactus", 2, 2, 2, emitted_kl=emitted_kl)])
+    assert ("At delta 0.5 its text is drawn from a law 0.30 nats" in " ".join(text.split())) == is_warned

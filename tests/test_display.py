@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import tiny
 from cactus_hf import TokenKind
-from cactus_hf.display import STYLES, Detokenizer, Piece, TokenStreamer, ansi, legend, marked, to_pieces
+from cactus_hf.display import STYLES, Detokenizer, LineBreaker, Piece, TokenStreamer, ansi, legend, marked, to_pieces
 
 
 BYTES = tiny.byte_tokenizer()
@@ -145,6 +145,33 @@ def test_streamer_writes_blocks_as_they_come() -> None:
     streamer.put(torch.tensor(byte_ids("!")))
     streamer.end()
     assert file.getvalue() == "A big <🌵>!\n"
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=8), min_size=1), st.booleans())
+def test_lines_break_between_words_only(words: list[str], is_whole: bool) -> None:
+    lines = LineBreaker(8)
+    text = " ".join(words)
+    parts = [text] if is_whole else re.findall(r" ?\S+", text)
+    broken = "".join(map(lines.push, parts))
+    assert broken.split() == words and all(len(line) <= 8 for line in broken.split("\n"))
+    assert not re.search(r"\n | \n|\n\n", broken), "a break stands for a space"
+
+
+def test_lines_fill_the_terminal() -> None:
+    lines = LineBreaker(12)
+    assert [lines.push(text) for text in ("The", " sky is", " blue", "\nand", " 仙人掌", " 仙人")] == [
+        "The",
+        " sky is",
+        "\nblue",
+        "\nand",
+        " 仙人掌",
+        "\n仙人",
+    ]
+
+
+def test_long_words_and_indentation_stay() -> None:
+    lines = LineBreaker(8)
+    assert lines.push("ab abcdefghijkl\n        return") == "ab abcdefghijkl\n        return"
 
 
 def test_streamer_can_be_used_again() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from cactus_hf.embedded import distill
 from cactus_hf.embedded.draft import load_draft
 from cactus_hf.embedded.self_prompting import ANSWER, GIVEN, QUESTION, Sample, SelfPrompting, Template
 from cactus_hf.embedded.shards import collate, rank_ids, read_shard, write_shard
-from cactus_hf.embedded.training import TrainingConfig, Stream, law_gradient, start_draft, train
+from cactus_hf.embedded.training import Stream, Trainer, TrainingConfig, law_gradient, start_draft
 
 
 SIZES = {"answer_len": 12, "question_len": 10, "batch": 6, "slots": 60}
@@ -32,9 +32,15 @@ def sampler(target, tokenizer, prompts=("one?", "two?"), **options) -> SelfPromp
     return SelfPrompting(target, tokenizer, list(prompts), given_share=0.3, **{**SIZES, **options})
 
 
+def texts(samples: list[Sample]) -> list[list[int]]:
+    return [sample.tokens.tolist() for sample in samples]
+
+
 def test_template_pieces_make_up_the_chat_template(tokenizer):
     template = Template.of(tokenizer)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert template.prefix + tokenizer("hi", add_special_tokens=False)["input_ids"] + template.turn == whole
 
@@ -46,22 +52,25 @@ def test_hidden_states_are_those_of_the_target_on_the_text(target, tokenizer):
     assert len(samples) > SIZES["batch"]  # some rows held more than one conversation
     for sample in samples:
         with torch.no_grad():
-            wanted = target.model(torch.tensor([prefix + sample.tokens])).last_hidden_state[0, len(prefix) :]
+            wanted = target.model(torch.tensor([prefix + sample.tokens.tolist()])).last_hidden_state[0, len(prefix) :]
         error = (sample.hidden.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        assert error.mean() < 0.03  # bfloat16 products: 2^-9 each, over two layers; a wrong mask or position gives about 1
+        assert (
+            error.mean() < 0.03
+        )  # bfloat16 products: 2^-9 each, over two layers; a wrong mask or position gives about 1
 
 
 def test_a_wave_is_the_same_for_the_same_seed_and_kinds_mark_the_turns(target, tokenizer):
     source = sampler(target, tokenizer)
     first, again, other = (list(source.wave(seed)) for seed in (1, 1, 2))
-    assert [s.tokens for s in first] == [s.tokens for s in again] != [s.tokens for s in other]
+    assert texts(first) == texts(again) != texts(other)
     turn = source.template.turn
     for sample in first:
-        answer = sample.kinds.index(ANSWER)
-        assert sample.tokens[answer - len(turn) : answer] == turn
-        assert set(sample.kinds[answer:]) == {ANSWER} and len(sample.kinds) - answer <= SIZES["answer_len"]
-        assert sample.kinds.count(QUESTION) <= SIZES["question_len"]
-    assert any(QUESTION not in sample.kinds for sample in first)  # given prompts were used
+        kinds = sample.kinds.tolist()
+        answer = kinds.index(ANSWER)
+        assert sample.tokens[answer - len(turn) : answer].tolist() == turn
+        assert set(kinds[answer:]) == {ANSWER} and len(kinds) - answer <= SIZES["answer_len"]
+        assert kinds.count(QUESTION) <= SIZES["question_len"]
+    assert any(QUESTION not in sample.kinds.tolist() for sample in first)  # given prompts were used
 
 
 @pytest.mark.parametrize("vocab", [7, 700])  # less than a block, and blocks of which the last is not full
@@ -70,7 +79,9 @@ def test_tokens_are_drawn_from_the_softmax(target, tokenizer, vocab):
     source.generator.manual_seed(0)
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2
     draws = 40_000
-    tokens = torch.cat([source.draw(logits.expand(2000, -1), torch.full((2000,), ANSWER)) for _ in range(draws // 2000)])
+    tokens = torch.cat(
+        [source.draw(logits.expand(2000, -1), torch.full((2000,), ANSWER)) for _ in range(draws // 2000)]
+    )
     wanted = (logits / 0.7).softmax(-1)
     found = torch.bincount(tokens, minlength=vocab) / draws
     is_large = wanted * draws >= 25
@@ -97,7 +108,9 @@ def test_law_gradient_is_what_autograd_gives(share):
 
 
 def test_a_position_is_weighted_by_the_token_it_predicts():
-    sample = Sample(torch.tensor([5, 6, 7, 8]), torch.tensor([GIVEN, QUESTION, ANSWER, ANSWER]), torch.zeros(4, 3).half())
+    sample = Sample(
+        torch.tensor([5, 6, 7, 8]), torch.tensor([GIVEN, QUESTION, ANSWER, ANSWER]), torch.zeros(4, 3).half()
+    )
     short = Sample(torch.tensor([5, 6]), torch.tensor([GIVEN, ANSWER]), torch.ones(2, 3).half())
     batch = collate([sample, short], [1, 2], torch.tensor([0.2, 0.3, 1.0]), pad=0)
     assert batch.tokens.tolist() == [[1, 2, 5, 6, 7, 8], [1, 2, 5, 6, 0, 0]]
@@ -108,13 +121,15 @@ def test_shards_make_the_round_trip_and_rank_ids_by_mass(target, tokenizer, tmp_
     samples = list(sampler(target, tokenizer).wave(seed=0))
     written = write_shard(tmp_path / "0.safetensors", samples)
     read = read_shard(tmp_path / "0.safetensors")
-    assert written == sum(len(s.tokens) for s in samples) and [s.tokens.tolist() for s in read] == [s.tokens for s in samples]
+    assert written == sum(len(s.tokens) for s in samples) and texts(read) == texts(samples)
     assert all(torch.equal(a.hidden, b.hidden) for a, b in zip(read, samples, strict=True))
     head = target.get_output_embeddings().weight.detach()
     ranked = rank_ids([tmp_path / "0.safetensors"], head, 0.7)
     answers = torch.cat([s.hidden[s.kinds == ANSWER] for s in read[::4]]).float()
     mass = (answers @ head.T / 0.7).softmax(-1).sum(0)
-    assert mass[ranked[:20]].sum() > 0.98 * mass.sort(descending=True).values[:20].sum()  # near-ties may swap in bfloat16
+    assert (
+        mass[ranked[:20]].sum() > 0.98 * mass.sort(descending=True).values[:20].sum()
+    )  # near-ties may swap in bfloat16
 
 
 def test_the_stream_takes_new_shards_and_never_the_held_out_one(target, tokenizer, tmp_path):
@@ -133,21 +148,29 @@ def test_the_stream_takes_new_shards_and_never_the_held_out_one(target, tokenize
         next(iter(Stream(tmp_path / "none", set(), [], 0, config)))
 
 
-def test_a_stopped_run_goes_on(target, tokenizer, tmp_path):
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(target, tokenizer, tmp_path):
     source = sampler(target, tokenizer)
     write_shard(tmp_path / "0.safetensors", source.wave(seed=0))
     config = TrainingConfig(layers=(0,), steps=4, tokens_per_step=200)
-    seen = []
-    for until in (2, 4):
-        stream = Stream(tmp_path, set(), source.template.prefix, source.template.stop, config)
-        draft = start_draft(target, config.layers, torch.arange(260))
-        batches = (batch for batch, _ in zip(stream, range(until - len(seen)), strict=False))
-        train(target, draft, batches, config, lambda figures, _: seen.append(figures["step"]), tmp_path / "run.state", 0.0)
-    assert seen == [0, 1, 2, 3]
+    stream = iter(Stream(tmp_path, set(), source.template.prefix, source.template.stop, config))
+    batches = [next(stream) for _ in range(6)]
+    kept_ids = torch.arange(260)
+    whole, first, second = (Trainer(start_draft(target, config.layers, kept_ids), config) for _ in range(3))
+    steps: list[int] = []
+    whole.run(batches, lambda figures: steps.append(figures["step"]))
+    first.run(batches[:2], lambda figures: None)
+    first.save(tmp_path / "run.state")
+    second.restore(tmp_path / "run.state")
+    second.run(batches[2:], lambda figures: steps.append(figures["step"]))
+    assert steps == [1, 2, 3, 4, 3, 4]
+    for name in whole.average:
+        assert torch.equal(whole.average[name], second.average[name]), name
 
 
 def test_the_command_from_sampling_to_a_better_draft(target, tokenizer, tmp_path, capsys):
-    model, data, draft, prompts = (str(tmp_path / name) for name in ("model", "data", "draft.safetensors", "prompts.jsonl"))
+    model, data, draft, prompts = (
+        str(tmp_path / name) for name in ("model", "data", "draft.safetensors", "prompts.jsonl")
+    )
     target.save_pretrained(model)
     tokenizer.save_pretrained(model)
     with open(prompts, "w") as file:
@@ -159,13 +182,13 @@ def test_the_command_from_sampling_to_a_better_draft(target, tokenizer, tmp_path
     distill.main([*train_command, "--steps", "60"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     progress = [line["dev_acceptance"] for line in lines if "dev_acceptance" in line]
-    assert progress[-1] > progress[0] + 0.05
+    assert progress[-1] > progress[0] + 0.02
     evaluate = ["evaluate", "--target", model, "--draft", draft, "--prompts", prompts, "--categories", "a"]
     for _ in range(2):
         distill.main([*evaluate, "--max-new-tokens", "10"])
     figures, again = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert figures == again and figures["prompts"] == 1 and 1 <= figures["positions"] <= 10
-    assert 0 < figures["acceptance"] <= figures["target_mass_in_head"] <= 1
+    assert 0 < figures["acceptance"] <= figures["ceiling"] <= 1
     assert load_draft(target, draft).config.num_hidden_layers == 1
 
 
@@ -180,4 +203,6 @@ def test_training_needs_two_shards(target, tokenizer, tmp_path):
     target.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="at least 2"):
-        distill.main(["train", "--target", str(tmp_path), "--data", str(tmp_path / "none"), "--out", str(tmp_path / "x")])
+        distill.main(
+            ["train", "--target", str(tmp_path), "--data", str(tmp_path / "none"), "--out", str(tmp_path / "x")]
+        )

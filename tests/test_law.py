@@ -73,7 +73,20 @@ def random_pairs(num: int, vocab_size: int, seed: int) -> list[tuple[torch.Tenso
     return pairs
 
 
+def rounding_pairs(num: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Laws that differ by a unit in the last place here and there, so that residuals are sums of rounding errors."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = []
+    for _ in range(num):
+        target = torch.rand(8, generator=generator, dtype=torch.float64)
+        target /= target.sum()
+        sign = torch.randint(-1, 2, (8,), generator=generator).double()
+        pairs.append((target, target.nextafter(target + sign)))
+    return pairs
+
+
 PAIRS = [
+    *rounding_pairs(30, seed=9),
     *((torch.tensor(q, dtype=torch.float64), torch.tensor(p, dtype=torch.float64)) for q, p in DEGENERATE.values()),
     *random_pairs(32, 8, seed=0),
     *random_pairs(16, 7, seed=1),

@@ -14,7 +14,7 @@ def test_rows_grow_at_their_own_speed():
     rows = make()
     rows.write(0, torch.tensor([[10, 11, 12], [20, 21, 22]]))
     assert rows.output().tolist() == [[0, 0, 5], [6, 7, 8]], "what is written is not committed"
-    rows.commit(torch.tensor([1, 3]))
+    rows.commit(torch.tensor([[10, 11, 12], [20, 21, 22]]), torch.tensor([1, 3]))
     assert rows.output().tolist() == [[0, 0, 5, 10, 0, 0], [6, 7, 8, 20, 21, 22]]
     assert rows.remaining().tolist() == [3, 1]
     assert rows.slots().tolist() == [2, 6] and rows.position().tolist() == [2, 6]
@@ -37,10 +37,10 @@ def test_prefixes_keep_the_padding():
 def test_rows_that_left_stay_in_the_output():
     rows = make()
     rows.write(0, torch.tensor([[10], [20]]))
-    rows.commit(torch.tensor([1, 1]))
+    rows.commit(torch.tensor([[10], [20]]), torch.tensor([1, 1]))
     rows.keep(torch.tensor([1]))
     rows.write(0, torch.tensor([[21, 22]]))
-    rows.commit(torch.tensor([2]))
+    rows.commit(torch.tensor([[21, 22]]), torch.tensor([2]))
     assert rows.rows.tolist() == [1] and rows.num_active == 1
     assert rows.prefix(0, 0).tolist() == [[6, 7, 8, 20, 21, 22]]
     assert rows.output().tolist() == [[0, 0, 5, 10, 0, 0], [6, 7, 8, 20, 21, 22]]
@@ -49,7 +49,16 @@ def test_rows_that_left_stay_in_the_output():
 def test_rows_near_their_end_have_room_for_the_drafts_of_others():
     rows = make()
     rows.write(0, torch.tensor([[1, 1, 1], [2, 2, 2]]))
-    rows.commit(torch.tensor([3, 0]))  # row 0 may get one more, row 1 four
+    rows.commit(torch.tensor([[1, 1, 1], [2, 2, 2]]), torch.tensor([3, 0]))  # row 0 may get one more, row 1 four
     rows.write(0, torch.tensor([[3] * 4, [4] * 4]))
-    rows.commit(torch.tensor([1, 4]))
+    rows.commit(torch.tensor([[3] * 4, [4] * 4]), torch.tensor([1, 4]))
     assert rows.output().tolist() == [[0, 0, 5, 1, 1, 1, 3], [6, 7, 8, 4, 4, 4, 4]]
+
+
+def test_the_host_has_its_own_copy_of_the_text():
+    rows = make()
+    rows.write(0, torch.tensor([[10], [20]]))
+    rows.commit(torch.tensor([[10], [20]]), torch.tensor([1, 1]))
+    rows.write(0, torch.tensor([[11], [21]]))  # drafts, which may be on another device
+    assert rows.text[:, :4].tolist() == [[0, 0, 5, 10], [6, 7, 8, 20]]
+    assert rows.text.data_ptr() != rows.tokens.data_ptr()

@@ -66,7 +66,6 @@ def call(target, draft, **options):
         ({"cactus_delta": 1.0, "generator": [1, 2]}, "2 seeds for 4 rows"),
         ({"cactus_delta": 1.0, "assistant_model": None}, "assistant_model"),
         ({"cactus_delta": 1.0, "num_beams": 2}, "num_beams=2"),
-        ({"cactus_delta": 1.0, "prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"cactus_delta": 1.0, "assistant_early_exit": 1}, "assistant_early_exit"),
         ({"cactus_delta": 1.0, "use_cache": False}, "use_cache"),
         ({"cactus_delta": 1.0, "guidance_scale": 2.0}, "guidance_scale"),
@@ -110,10 +109,11 @@ def test_another_tokenizer_of_the_same_size(pair):
     target, draft = pair
     host = types.SimpleNamespace(vocab_size=97, device="cpu", is_encoder_decoder=False, can_roll_back=True, name="x")
     one, other = tiny.word_tokenizer(), tiny.word_tokenizer(rotate=1)
-    check_models(host, host, (one, one))
-    check_models(host, host, (one, None))
+    hosts = {"target": host, "draft": host}
+    check_models(hosts, (one, one))
+    check_models(hosts, (one, None))
     with pytest.raises(ValueError, match="different vocabularies.*family"):
-        check_models(host, host, (one, other))
+        check_models(hosts, (one, other))
 
 
 def test_another_device(pair):

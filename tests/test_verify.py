@@ -167,6 +167,22 @@ class TestDegenerateCases:
     ) -> None:
         assert 0 not in replacements(rule, [0.2, 0.3, 0.5], 0, draft, ALMOST_1)
 
+    @pytest.mark.parametrize("rule", [Cactus(0.0), Cactus(1e-34), SpeculativeSampling(), Mixture(0.5)], ids=str)
+    def test_rejected_token_is_not_drawn_again_where_p_and_q_differ_by_rounding(
+        self, rule: AcceptanceRule, dtype: torch.dtype
+    ) -> None:
+        # The draft is the target with tokens 1 to 5 turned about and all logits shifted: p and q of token 0 differ by
+        # rounding alone, which need not be the same in the test and in the residual. A uniform of 0 draws the first
+        # token of the residual, however little it weighs.
+        generator = torch.Generator().manual_seed(8)
+        target = torch.randn(20_000, 2, 6, generator=generator, dtype=dtype)
+        draft = target[:, :1, [0, 5, 4, 3, 2, 1]] + torch.randn(20_000, 1, 1, generator=generator, dtype=dtype)
+        uniforms = torch.tensor([ALMOST_1, 0.0], dtype=torch.float64).expand(20_000, 2)
+        result = verify(target, torch.zeros(20_000, 1, dtype=torch.long), draft, rule, uniforms=uniforms)
+        is_rejected = result.num_accepted == 0
+        assert is_rejected.sum() > 1000
+        assert (result.next_token[is_rejected] != 0).all()
+
     @pytest.mark.parametrize("rule", [TypicalAcceptance(0.5, 5.0, "sample"), TopK(1)], ids=str)
     def test_rules_that_replace_from_q_may_draw_the_rejected_token(self, rule: AcceptanceRule, dtype: torch.dtype) -> None:
         assert replacements(rule, [0.25, 0.3, 0.45], 0, [0.6, 0.2, 0.2], 0.0) == {0, 1, 2}
@@ -583,14 +599,21 @@ def pool(law: Tensor, num_bins: int) -> Tensor:
 def test_law_of_draws_over_a_real_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """V of GPT-2, 10^5 draws, rows with and without a draft and with two budgets, pooled to 49 bins of 100 or more."""
     module = importlib.import_module("cactus_hf.verify")  # the package's attribute of that name is the function
-    normalise = module._normalise
+    normalise, row_probs = module._normalise, module._row_probs
 
+    # The batch is one sequence expanded: do what depends on the logits alone for the first, the same numbers at B times
+    # the speed.
     def normalise_once(logits: Tensor) -> Any:
-        """For a batch that is one sequence expanded: the same numbers at B times the speed."""
         assert logits.stride(0) == 0
-        return type(first := normalise(logits[:1]))(*(field.expand(len(logits), -1) for field in first))
+        once = normalise(logits[:1])
+        return type(once)(*(field.expand(len(logits), -1) for field in once))
+
+    def row_probs_once(logits: Tensor, normaliser: Any, at: Tensor) -> Tensor:
+        every = torch.arange(logits.shape[1])
+        return row_probs(logits[: len(every)], normaliser, every).index_select(0, at)
 
     monkeypatch.setattr(module, "_normalise", normalise_once)
+    monkeypatch.setattr(module, "_row_probs", row_probs_once)
     vocab_size, size, num_draws = 50_257, 12, 100_008
     generator = torch.Generator().manual_seed(50_257)
     zipf = -1.1 * torch.arange(1, vocab_size + 1).log()[torch.randperm(vocab_size, generator=generator)]

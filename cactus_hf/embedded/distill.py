@@ -1,7 +1,8 @@
 """Command that makes a draft for a Llama-family target: `cactus-hf distill sample | train | evaluate`.
 
-`sample` lets the target write conversations, `train` trains a few of its layers on them, `evaluate` measures how often the target would keep the
-draft's tokens. The defaults, run on SmolLM2-135M-Instruct, made the draft that ships with this package:
+`sample` lets the target write conversations, `train` trains a few of its layers on them, `evaluate` measures how often
+the target would keep the draft's tokens. The defaults, run on SmolLM2-135M-Instruct, made the draft that ships with
+this package:
 
     cactus-hf distill sample --data shards --tokens 1000000 --prompts gsm8k_train.jsonl
     cactus-hf distill train --data shards --out draft.safetensors
@@ -20,14 +21,14 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .draft import SHIPPED_DRAFT, load_draft, save_draft, trained_parts
-from .evaluation import acceptance, coverage, sample_answers
+from .evaluation import acceptance, sample_answers
 from .pair import load_target
 from .self_prompting import SelfPrompting, Template
 from .shards import rank_ids, read_shard, write_shard
-from .training import Stream, TrainingConfig, dev_acceptance, start_draft, train
+from .training import Stream, Trainer, TrainingConfig, dev_acceptance, start_draft
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,40 +36,92 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps = parser.add_subparsers(dest="step", required=True, metavar="{sample,train,evaluate}")
 
     sample = steps.add_parser("sample", help="let the target write conversations to train on")
-    sample.add_argument("--data", type=Path, required=True, help="folder for the shards; finished ones are kept, so a stopped run goes on")
-    sample.add_argument("--tokens", type=int, default=1_000_000, help="stop when the folder holds so many tokens (default: %(default)s)")
-    sample.add_argument("--prompts", type=Path, help="JSON lines with `prompt`, `question` or `turns`; without it all questions are the target's own")
-    sample.add_argument("--given-share", type=float, default=0.15, help="share of conversations that take a given prompt (default: %(default)s)")
-    sample.add_argument("--opening-share", type=float, default=0.5, help="share whose question starts from a given word (default: %(default)s)")
+    sample.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        help="folder for the shards; finished ones are kept, so a stopped run goes on",
+    )
+    sample.add_argument(
+        "--tokens",
+        type=int,
+        default=1_000_000,
+        help="stop when the folder holds so many tokens (default: %(default)s)",
+    )
+    sample.add_argument(
+        "--prompts",
+        type=Path,
+        help="JSON lines with `prompt`, `question` or `turns`; without it all questions are the target's own",
+    )
+    sample.add_argument(
+        "--given-share",
+        type=float,
+        default=0.15,
+        help="share of conversations that take a given prompt (default: %(default)s)",
+    )
+    sample.add_argument(
+        "--opening-share",
+        type=float,
+        default=0.5,
+        help="share whose question starts from a given word (default: %(default)s)",
+    )
     sample.add_argument("--temperature", type=float, default=0.7, help="of the answers (default: %(default)s)")
-    sample.add_argument("--question-temperature", type=float, default=0.8, help="of the target's own questions (default: %(default)s)")
+    sample.add_argument(
+        "--question-temperature", type=float, default=0.8, help="of the target's own questions (default: %(default)s)"
+    )
     sample.add_argument("--answer-len", type=int, default=128, help="most tokens of an answer (default: %(default)s)")
-    sample.add_argument("--question-len", type=int, default=160, help="most tokens of a question (default: %(default)s)")
+    sample.add_argument(
+        "--question-len", type=int, default=160, help="most tokens of a question (default: %(default)s)"
+    )
     sample.add_argument("--batch", type=int, default=128, help="rows sampled together (default: %(default)s)")
-    sample.add_argument("--slots", type=int, default=320, help="cache slots of a wave; one shard is one wave (default: %(default)s)")
-    sample.add_argument("--first", type=int, default=0, help="number and seed of the first shard (default: %(default)s)")
-    sample.add_argument("--stride", type=int, default=1, help="step between shard numbers, to share a folder among processes")
+    sample.add_argument(
+        "--slots", type=int, default=320, help="cache slots of a wave; one shard is one wave (default: %(default)s)"
+    )
+    sample.add_argument(
+        "--first", type=int, default=0, help="number and seed of the first shard (default: %(default)s)"
+    )
+    sample.add_argument(
+        "--stride", type=int, default=1, help="step between shard numbers, to share a folder among processes"
+    )
 
     learn = steps.add_parser("train", help="train a draft on them")
-    learn.add_argument("--data", type=Path, required=True, help="folder written by `sample`, which may still be running")
-    learn.add_argument("--out", type=Path, required=True, help="file to write; the state to go on from is kept beside it")
-    learn.add_argument("--kept-ids", type=int, default=8192, help="token ids in the draft's head (default: %(default)s)")
-    learn.add_argument("--dev-conversations", type=int, default=32, help="conversations of the first shard held out for progress figures")
+    learn.add_argument(
+        "--data", type=Path, required=True, help="folder written by `sample`, which may still be running"
+    )
+    learn.add_argument(
+        "--out", type=Path, required=True, help="file to write; the state to go on from is kept beside it"
+    )
+    learn.add_argument(
+        "--kept-ids", type=int, default=8192, help="token ids in the draft's head (default: %(default)s)"
+    )
+    learn.add_argument(
+        "--dev-conversations",
+        type=int,
+        default=32,
+        help="conversations of the first shard held out for progress figures",
+    )
     learn.add_argument("--report-seconds", type=float, default=300, help="seconds between them (default: %(default)s)")
     for option in fields(TrainingConfig):
-        name = "--" + option.name.replace("_", "-")
-        if isinstance(option.default, tuple):
-            kind = type(option.default[0])
-            learn.add_argument(name, type=lambda text, kind=kind: tuple(map(kind, text.split(","))), default=option.default)
+        help = f"{option.metadata['help']} (default: {option.default})"
+        name, default = "--" + option.name.replace("_", "-"), option.default
+        if isinstance(default, tuple):
+            learn.add_argument(name, type=partial(parse_tuple, kind=type(default[0])), default=default, help=help)
         else:
-            learn.add_argument(name, type=float if option.default is None else type(option.default), default=option.default)
+            learn.add_argument(name, type=float if default is None else type(default), default=default, help=help)
 
     measure = steps.add_parser("evaluate", help="measure the acceptance of a draft on the target's own answers")
     measure.add_argument("--draft", type=Path, default=SHIPPED_DRAFT, help="draft file (default: the shipped one)")
-    measure.add_argument("--prompts", type=Path, required=True, help="JSON lines with `prompt`, `question` or `turns` (first turn); never train on them")
+    measure.add_argument(
+        "--prompts",
+        type=Path,
+        required=True,
+        help="JSON lines with `prompt`, `question` or `turns` (first turn); never train on them",
+    )
     measure.add_argument("--categories", help="comma-separated values of the field `category` to keep (default: all)")
     measure.add_argument("--limit", type=int, help="use the first so many prompts")
-    measure.add_argument("--temperature", type=float, default=0.7, help="of both laws and of the answers (default: %(default)s)")
+    measure.add_argument(
+        "--temperature", type=float, default=0.7, help="of both laws and of the answers (default: %(default)s)"
+    )
     measure.add_argument("--max-new-tokens", type=int, default=128, help="of an answer (default: %(default)s)")
     measure.add_argument("--batch", type=int, default=16, help="prompts answered together (default: %(default)s)")
     measure.add_argument("--seed", type=int, default=0)
@@ -91,6 +144,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def parse_tuple(text: str, kind: type) -> tuple:
+    return tuple(kind(part) for part in text.split(","))
+
+
 def read_prompts(path: Path, categories: str | None = None) -> list[str]:
     """The prompts of a JSON-lines file; of several turns the first."""
     prompts = []
@@ -102,14 +159,16 @@ def read_prompts(path: Path, categories: str | None = None) -> list[str]:
             continue
         prompt = row.get("prompt") or row.get("question") or (row.get("turns") or [None])[0]
         if not isinstance(prompt, str):
-            raise ValueError(f"{path}, line {number} has no text in `prompt`, `question` or `turns`; found {', '.join(row)}.")
+            raise ValueError(
+                f"{path}, line {number} has no text in `prompt`, `question` or `turns`; found {', '.join(row)}."
+            )
         prompts.append(prompt)
     if not prompts:
         raise ValueError(f"{path} holds no prompts{f' of the categories {categories}' if categories else ''}.")
     return prompts
 
 
-def run_sample(args: argparse.Namespace, target, tokenizer) -> None:
+def run_sample(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     args.data.mkdir(parents=True, exist_ok=True)
     sampler = SelfPrompting(
         target,
@@ -124,7 +183,8 @@ def run_sample(args: argparse.Namespace, target, tokenizer) -> None:
         batch=args.batch,
         slots=args.slots,
     )
-    number, tokens, counted = args.first, 0, set()
+    number, tokens = args.first, 0
+    counted: set[Path] = set()
     with tqdm(total=args.tokens, unit=" tokens", desc="Sampling") as bar:
         while True:
             for path in set(args.data.glob("*.safetensors")) - counted:
@@ -137,16 +197,22 @@ def run_sample(args: argparse.Namespace, target, tokenizer) -> None:
             if not path.exists():
                 began = time.monotonic()
                 written = write_shard(path, sampler.wave(seed=number))
-                print(json.dumps({"shard": path.name, "tokens": written, "seconds": round(time.monotonic() - began, 1)}), flush=True)
+                print(
+                    json.dumps({"shard": path.name, "tokens": written, "seconds": round(time.monotonic() - began, 1)}),
+                    flush=True,
+                )
             number += args.stride
 
 
-def run_train(args: argparse.Namespace, target, tokenizer) -> None:
+def run_train(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     config = TrainingConfig(**{option.name: getattr(args, option.name) for option in fields(TrainingConfig)})
     template = Template.of(tokenizer)
     shards = sorted(args.data.glob("*.safetensors"))
     if len(shards) < 2:
-        raise ValueError(f"{args.data} holds {len(shards)} shards; at least 2 are needed (the first is held out). Run `cactus-hf distill sample`.")
+        raise ValueError(
+            f"{args.data} holds {len(shards)} shards; at least 2 are needed, of which the first is held out. "
+            "Run `cactus-hf distill sample`."
+        )
     held_out = shards[0]
     dev = [sample for sample in read_shard(held_out) if len(sample.tokens) > 1][: args.dev_conversations]
     head = target.get_output_embeddings().weight.detach()
@@ -155,26 +221,32 @@ def run_train(args: argparse.Namespace, target, tokenizer) -> None:
     draft = start_draft(target, config.layers, ranked[: args.kept_ids].sort().values)
     averaged = start_draft(target, config.layers, draft.lm_head.kept_ids)
     stream = Stream(args.data, {held_out.name}, template.prefix, template.stop, config)
+    trainer = Trainer(draft, config)
+    state = args.out.with_suffix(".state")
+    if state.exists():
+        trainer.restore(state)
     visited, reported = 0, time.monotonic()
 
-    def report(figures: dict, average: dict, final: bool = False) -> None:
+    def report(figures: dict, *, is_last: bool = False) -> None:
         nonlocal visited, reported
-        visited += figures["tokens"]
-        if not final and time.monotonic() - reported < args.report_seconds:
+        visited += figures.pop("tokens", 0)
+        if not is_last and time.monotonic() - reported < args.report_seconds:
             return
         with torch.no_grad():
             for name, parameter in trained_parts(averaged).items():
-                parameter.copy_(average[name])
-        figures["dev_acceptance"] = dev_acceptance(averaged, dev, template.prefix, template.stop, config.temperature)
-        save_draft(averaged, args.out, metadata={"layers": list(config.layers), "updates": figures["step"], "tokens_visited": visited})
-        print(json.dumps({**figures, "tokens_visited": visited, "shards": len(stream.visits)}), flush=True)
+                parameter.copy_(trainer.average[name])
+        kept = dev_acceptance(averaged, dev, template.prefix, template.stop, config.temperature)
+        figures |= {"dev_acceptance": kept, "tokens_visited": visited, "shards": len(stream.visits)}
+        save_draft(averaged, args.out, metadata={"layers": list(config.layers), **figures})
+        trainer.save(state)
+        print(json.dumps(figures), flush=True)
         reported = time.monotonic()
 
-    last, average = train(target, draft, stream, config, report, args.out.with_suffix(".state"))
-    report({**last, "tokens": 0}, average, final=True)
+    trainer.run(stream, report)
+    report({"step": trainer.step, "progress": trainer.progress}, is_last=True)
 
 
-def run_evaluate(args: argparse.Namespace, target, tokenizer) -> None:
+def run_evaluate(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     draft = load_draft(target, args.draft)
     prompts = read_prompts(args.prompts, args.categories)[: args.limit]
     answers = sample_answers(
@@ -187,14 +259,15 @@ def run_evaluate(args: argparse.Namespace, target, tokenizer) -> None:
         batch=args.batch,
         progress=partial(tqdm, desc="Answering", unit=" batches"),
     )
-    kept = torch.cat([acceptance(target, draft, *pair, args.temperature) for pair in tqdm(answers, desc="Scoring", unit=" answers")])
+    rows = [acceptance(target, draft, *row, temperature=args.temperature) for row in tqdm(answers, desc="Scoring")]
+    kept, ceiling = (torch.cat(parts) for parts in zip(*rows, strict=True))
     figures = {
         "acceptance": round(float(kept.mean()), 4),
         "standard_error": round(float(kept.std() / len(kept) ** 0.5), 4),
+        "ceiling": round(float(ceiling.mean()), 4),
         "temperature": args.temperature,
         "prompts": len(prompts),
         "positions": len(kept),
-        "target_mass_in_head": round(coverage(target, draft, answers, args.temperature), 5),
         "seed": args.seed,
         "draft_bytes": args.draft.stat().st_size,
     }

@@ -1,8 +1,9 @@
 """The draft that ships with the package: a few decoder layers that borrow the target's embedding.
 
-Only what was trained is stored: the layers and the final norm, the matrices in int8 with one scale for each output channel. Embedding and head
-rows are the target's own, taken at load time. The head is cut to the token ids that carry nearly all of the target's mass, which is most of a
-small draft's cost; every other id has probability 0 under the draft, which speculative sampling allows.
+Only what was trained is stored: the layers and the final norm, the matrices in int8 with one scale for each output
+channel. Embedding and head rows are the target's own, taken at load time. The head is cut to the token ids that carry
+nearly all of the target's mass, which is most of a small draft's cost; every other id has probability 0 under the
+draft, which speculative sampling allows.
 
 Letters: K kept ids, V vocabulary.
 """
@@ -16,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
 SHIPPED_DRAFT = Path(__file__).with_name("draft.safetensors")
@@ -29,6 +30,9 @@ class CutHead(nn.Module):
         embedding (`Tensor` [V, hidden]): the target's output embedding.
         kept_ids (`Tensor`, int64 [K]): ids that get a logit.
     """
+
+    kept_ids: Tensor
+    weight: Tensor
 
     def __init__(self, embedding: Tensor, kept_ids: Tensor):
         super().__init__()
@@ -44,7 +48,7 @@ class CutHead(nn.Module):
 
 
 def build_draft(target: PreTrainedModel, num_layers: int, kept_ids: Tensor) -> LlamaForCausalLM:
-    """A draft of `num_layers` layers of the target's shape, with its embedding and a cut head; layers hold random weights."""
+    """A draft of `num_layers` uninitialised layers of the target's shape, with its embedding and a cut head."""
     config = LlamaConfig.from_dict(target.config.to_dict())
     config.num_hidden_layers = num_layers
     config.tie_word_embeddings = False
@@ -84,9 +88,15 @@ def save_draft(draft: LlamaForCausalLM, path: str | Path, *, metadata: dict | No
             tensors[name], tensors[name + ".scale"] = quantise(parameter)
         else:
             tensors[name] = parameter.detach().float()
-    described = {"num_layers": draft.config.num_hidden_layers, "target_shape": shape_of(draft.config), **(metadata or {})}
+    described = {
+        "num_layers": draft.config.num_hidden_layers,
+        "target_shape": shape_of(draft.config),
+        **(metadata or {}),
+    }
     temporary = Path(path).with_suffix(".tmp")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata={"cactus_hf": json.dumps(described)})
+    save_file(
+        {k: v.contiguous() for k, v in tensors.items()}, temporary, metadata={"cactus_hf": json.dumps(described)}
+    )
     temporary.replace(path)
 
 
@@ -103,10 +113,15 @@ def load_draft(target: PreTrainedModel, path: str | Path = SHIPPED_DRAFT) -> Lla
         described = json.loads(file.metadata()["cactus_hf"])
         stored = {name: file.get_tensor(name) for name in file.keys()}
     found = shape_of(target.config)
-    wrong = [f"{key} {found.get(key)} (needed: {want})" for key, want in described["target_shape"].items() if found.get(key) != want]
+    wrong = [
+        f"{key} {found.get(key)} (needed: {want})"
+        for key, want in described["target_shape"].items()
+        if found.get(key) != want
+    ]
     if wrong:
         raise ValueError(
-            f"The draft in {path} borrows its target's embedding and fits only that target; this one has {', '.join(wrong)}. "
+            f"The draft in {path} borrows its target's embedding and fits only that target; "
+            f"this one has {', '.join(wrong)}. "
             "Pass the target it was distilled from, or distil a draft for yours with `cactus-hf distill`."
         )
     draft = build_draft(target, described["num_layers"], stored["kept_ids"].long())
@@ -120,7 +135,18 @@ def load_draft(target: PreTrainedModel, path: str | Path = SHIPPED_DRAFT) -> Lla
     return draft
 
 
-def shape_of(config) -> dict:
+def shape_of(config: PreTrainedConfig) -> dict:
     """What a target must share with the draft."""
-    names = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "hidden_act")
-    return {name: getattr(config, name, None) for name in names} | {"rope_parameters": getattr(config, "rope_parameters", None)}
+    names = (
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+        "hidden_act",
+    )
+    return {name: getattr(config, name, None) for name in names} | {
+        "rope_parameters": getattr(config, "rope_parameters", None)
+    }

@@ -1,23 +1,26 @@
-"""How often the target would keep the draft's tokens: the mean of sum_x min(target_x, draft_x) over the target's own answers."""
+"""How often the target would keep the draft's tokens: sum_x min(target_x, draft_x), over the target's own answers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @torch.inference_mode()
 def sample_answers(
     target: PreTrainedModel,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
     *,
     temperature: float = 0.7,
     max_new_tokens: int = 128,
     seed: int = 0,
     batch: int = 16,
-    progress=lambda x: x,
+    progress: Callable[[Iterable], Iterable] = iter,
 ) -> list[tuple[list[int], list[int]]]:
     """Draws one answer of the target to each prompt, without truncation of its law.
 
@@ -45,30 +48,28 @@ def sample_answers(
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
         )[:, width:].tolist()
-        for prompt, answer in zip(rows, output):
+        for prompt, answer in zip(rows, output, strict=True):
             end = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)
             pairs.append((prompt, answer[:end]))
     return pairs
 
 
+class Acceptance(NamedTuple):
+    """Position by position, float32 [tokens] each."""
+
+    kept: Tensor  # probability that a drafted token is kept
+    ceiling: Tensor  # the target's mass on tokens that the draft can draw at all
+
+
 @torch.inference_mode()
 def acceptance(
-    target: PreTrainedModel, draft: PreTrainedModel, prompt: list[int], answer: list[int], temperature: float
-) -> Tensor:
-    """Acceptance probability of a drafted token at each position of `answer` (float32 [tokens])."""
+    target: PreTrainedModel, draft: PreTrainedModel, prompt: list[int], answer: list[int], *, temperature: float
+) -> Acceptance:
+    """Acceptance of the draft at each position of `answer`, both laws at `temperature` and not truncated."""
     ids = torch.tensor([prompt + answer], device=target.device)
-    span = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
-    laws = [(model(ids, use_cache=False).logits[0, span].float() / temperature).softmax(-1) for model in (target, draft)]
-    return torch.minimum(*laws).sum(-1).cpu()
-
-
-@torch.inference_mode()
-def coverage(target: PreTrainedModel, draft: PreTrainedModel, answers: list[tuple[list[int], list[int]]], temperature: float) -> float:
-    """Mean target mass on the ids the draft can draw at all, which bounds its acceptance."""
-    kept, total, count = draft.lm_head.kept_ids, 0.0, 0
-    for prompt, answer in answers:
-        ids = torch.tensor([prompt + answer], device=target.device)
-        logits = target(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
-        total += float(logits.softmax(-1)[:, kept].sum())
-        count += len(answer)
-    return total / count
+    span = slice(len(prompt) - 1, -1)
+    target_law, draft_law = (
+        (model(ids, use_cache=False).logits[0, span].float() / temperature).softmax(-1) for model in (target, draft)
+    )
+    kept = torch.minimum(target_law, draft_law).sum(-1)
+    return Acceptance(kept.cpu(), (target_law * (draft_law > 0)).sum(-1).cpu())

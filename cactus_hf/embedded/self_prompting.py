@@ -1,11 +1,12 @@
-"""Training text for the draft, sampled from the target: questions the target asks itself, or given prompts, and its answers.
+"""Training text for the draft, sampled from the target: questions it asks itself, or given prompts, and its answers.
 
-An instruction-tuned model that is given its own chat template up to the user's turn writes a user's question (Xu et al., "Magpie", arXiv
-2406.08464). That needs no data set, and covers what the model was tuned on. Part of the questions start from a given opening word or two,
-because left alone a small model asks much the same things. Answers are drawn at the temperature the draft is meant for.
+An instruction-tuned model that is given its own chat template up to the user's turn writes a user's question (Xu et
+al., "Magpie", arXiv 2406.08464). That needs no data set, and covers what the model was tuned on. Part of the questions
+start from a given opening word or two, because left alone a small model asks much the same things. Answers are drawn
+at the temperature the draft is meant for.
 
-Every row of a wave sits at the same cache slot; a row whose conversation ends starts the next one at the following slot, hidden from the
-earlier slots except the shared prefix. Nothing is padded and no row waits.
+Every row of a wave sits at the same cache slot; a row whose conversation ends starts the next one at the following
+slot, hidden from the earlier slots except the shared prefix. Nothing is padded and no row waits.
 """
 
 from __future__ import annotations
@@ -17,21 +18,33 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .lean_decoder import LeanDecoder
 
 
 GIVEN, QUESTION, ANSWER = 0, 1, 2  # kinds of token: not sampled, sampled question, sampled answer
 
-OPENINGS = """Write|Write a|Write a short|Write an email|Write a story about|Write a poem about|Write a Python function|Write a blog post|Write a
-program|Compose|Compose a|Draft a|Draft an email|Create a|Design a|Describe|Describe a|Describe the|Explain|Explain how|Explain why|Explain the
-difference between|Explain what|Explain to a|What is|What is the|What are|What are the|What would|How do|How does|How can|How would you|How many|Why|Why do|Why
-is|When|Who|Which|Where|Can you|Can you explain|Could you|Please|Give me|Give an example|List|List the|Name|Compare|Compare and
-contrast|Summarize|Rewrite|Rewrite the following|Translate|Edit|Correct|Classify|Identify|Extract|Extract the|Given|Given the following|Given a|Based on|Read the
-following|Here is|Consider|Consider a|Suppose|Suppose you|Imagine|Imagine you are|Pretend|Pretend to be|You are|You are a|Act as|Act as a|Assume the role of|Let's|If|If
-a|If I|In|In the|A|A man|A train|The|The following|There are|Two|Three|Find|Find the|Solve|Solve the equation|Calculate|Compute|Evaluate|Determine|Prove|Simplify|Implement|Implement
-a|Develop|Build|Debug|What's|Analyze|Analyze the|Discuss|Discuss the|Outline|Provide|Provide a|Suggest|Recommend|Help me|I am|I have|I want|I need|My|Is|Is it|Are|Do|Does|Should|Tell me|Tell
-me about|Generate|Convert|Plan|Propose|Argue|Critique|Review|Evaluate the following|Complete|Fill in|Choose|Select|Answer|Think|Take|Make|Use|Using|From|For|At|On|One|Some|Many|Every|During|After|Before""".replace("\n", " ").split("|")
+OPENINGS = (
+    """
+Write|Write a|Write a short|Write an email|Write a story about|Write a poem about|Write a Python function|Write a
+blog post|Write a program|Compose|Compose a|Draft a|Draft an email|Create a|Design a|Describe|Describe a|Describe
+the|Explain|Explain how|Explain why|Explain the difference between|Explain what|Explain to a|What is|What is the|What
+are|What are the|What would|How do|How does|How can|How would you|How many|Why|Why do|Why is|When|Who|Which|Where|Can
+you|Can you explain|Could you|Please|Give me|Give an example|List|List the|Name|Compare|Compare and
+contrast|Summarize|Rewrite|Rewrite the following|Translate|Edit|Correct|Classify|Identify|Extract|Extract
+the|Given|Given the following|Given a|Based on|Read the following|Here is|Consider|Consider a|Suppose|Suppose
+you|Imagine|Imagine you are|Pretend|Pretend to be|You are|You are a|Act as|Act as a|Assume the role of|Let's|If|If
+a|If I|In|In the|A|A man|A train|The|The following|There are|Two|Three|Find|Find the|Solve|Solve the
+equation|Calculate|Compute|Evaluate|Determine|Prove|Simplify|Implement|Implement
+a|Develop|Build|Debug|What's|Analyze|Analyze the|Discuss|Discuss the|Outline|Provide|Provide a|Suggest|Recommend|Help
+me|I am|I have|I want|I need|My|Is|Is it|Are|Do|Does|Should|Tell me|Tell me
+about|Generate|Convert|Plan|Propose|Argue|Critique|Review|Evaluate the following|Complete|Fill
+in|Choose|Select|Answer|Think|Take|Make|Use|Using|From|For|At|On|One|Some|Many|Every|During|After|Before
+""".strip()
+    .replace("\n", " ")
+    .split("|")
+)
 
 
 @dataclass
@@ -47,11 +60,11 @@ class Conversation:
 
 
 class Sample(NamedTuple):
-    """One finished conversation: tokens after the prefix, their kinds, and the target's final hidden state after each."""
+    """One finished conversation after the prefix. Letters: T tokens, H hidden size."""
 
-    tokens: list[int]
-    kinds: list[int]
-    hidden: Tensor  # [tokens, H] float16
+    tokens: Tensor  # int64 [T]
+    kinds: Tensor  # uint8 [T]
+    hidden: Tensor  # float16 [T, H], the target's final hidden state after each token
 
 
 @dataclass(frozen=True)
@@ -69,10 +82,12 @@ class Template:
     stop: int
 
     @classmethod
-    def of(cls, tokenizer) -> Template:
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Template:
         """Reads the pieces off the tokenizer's own chat template."""
         mark = "\x02"
-        text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False
+        )
         before, after = text.split(mark)
         prefix, turn = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
         return cls(prefix, turn, tokenizer.eos_token_id)
@@ -94,8 +109,8 @@ class SelfPrompting:
 
     def __init__(
         self,
-        model,
-        tokenizer,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         prompts: list[str],
         *,
         given_share: float = 0.15,
@@ -171,10 +186,11 @@ class SelfPrompting:
                 yield self.finish(state, memory, row, decoder.slots - 1)
 
     def finish(self, state: Conversation, memory: Tensor, row: int, slot: int) -> Sample:
-        return Sample(state.tokens, state.kinds, memory[state.start : slot + 1, row].clone())
+        tokens, kinds = torch.tensor(state.tokens), torch.tensor(state.kinds, dtype=torch.uint8)
+        return Sample(tokens, kinds, memory[state.start : slot + 1, row].clone())
 
     def draw(self, logits: Tensor, kinds: Tensor) -> Tensor:
-        """One token a row by inverse CDF in two stages (block, then token in block), which is far cheaper than V random numbers."""
+        """One token a row by inverse CDF, first of a block and then in it: far cheaper than V random numbers."""
         probs = (logits / self.temperatures[kinds][:, None]).softmax(-1)
         width = 256
         probs = torch.nn.functional.pad(probs, (0, -probs.shape[1] % width)).view(len(probs), -1, width)

@@ -1,7 +1,7 @@
 """Distillation data on disk: numbered safetensors files of conversations with the target's final hidden states.
 
-The hidden state (after the final norm) takes 2 bytes x hidden size a token and gives the whole law back by one matrix product, where stored
-logits would take 85 times as much.
+The hidden state (after the final norm) takes 2 bytes x hidden size a token and gives the whole law back by one matrix
+product, where stored logits would take 85 times as much.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> int:
     if not samples:
         raise ValueError("No conversation reached its answer in this wave. Give it more slots or shorter questions.")
     tensors = {
-        "tokens": torch.tensor([token for s in samples for token in s.tokens], dtype=torch.int32),
-        "kinds": torch.tensor([kind for s in samples for kind in s.kinds], dtype=torch.uint8),
+        "tokens": torch.cat([s.tokens for s in samples]).int(),
+        "kinds": torch.cat([s.kinds for s in samples]),
         "hidden": torch.cat([s.hidden for s in samples]),
         "lengths": torch.tensor([len(s.tokens) for s in samples]),
     }
@@ -38,7 +38,8 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> int:
 def read_shard(path: Path) -> list[Sample]:
     """The conversations of one shard."""
     tensors = load_file(path)
-    parts = zip(*(tensors[name].split(tensors["lengths"].tolist()) for name in ("tokens", "kinds", "hidden")))
+    columns = (tensors[name].split(tensors["lengths"].tolist()) for name in ("tokens", "kinds", "hidden"))
+    parts = zip(*columns, strict=True)
     return [Sample(tokens.long(), kinds, hidden) for tokens, kinds, hidden in parts]
 
 

