@@ -70,7 +70,7 @@ class Sequences:
         return self.tokens[row : row + 1, : int(self.length[row]) + extra]
 
     def commit(self, block: Tensor, count: Tensor) -> None:
-        """Keep the first `count` [B] of the tokens `block` [B, T] (both on the CPU) that were written with offset 0."""
+        """Keep the first `count` [B] of the tokens `block` [B, T] (both on the CPU) that were written at offset 0."""
         place = torch.arange(block.shape[1])
         self.text[self.rows[:, None], self.length[self.rows, None] + place] = block
         self.length[self.rows] += count
