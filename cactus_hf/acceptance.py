@@ -115,7 +115,7 @@ class Cactus(AcceptanceRule):
     def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
         # (h - p)_+. It is 0 at n without a special case, as n is rejected only if p_n > gamma_n >= q_n >= s q_n.
         scale = scale_of_others(self.raised_prob(drafted), drafted.target_prob).to(target_probs.dtype)
-        return (scale.unsqueeze(-1) * target_probs - draft_probs).clamp(min=0)
+        return (scale.unsqueeze(-1) * target_probs - draft_probs).clamp_(min=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ class SpeculativeSampling(AcceptanceRule):
         return _ratio(drafted.target_prob, drafted.draft_prob)
 
     def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
-        return (target_probs - draft_probs).clamp(min=0)
+        return (target_probs - draft_probs).clamp_(min=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +226,7 @@ class Mixture(AcceptanceRule):
         return _ratio(drafted.draft_prob + per_row(self.weight, excess) * excess, drafted.draft_prob)
 
     def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
-        return (target_probs - draft_probs).clamp(min=0)
+        return (target_probs - draft_probs).clamp_(min=0)
 
 
 def gamma(q: float | Tensor, delta: float | Tensor) -> float | Tensor:

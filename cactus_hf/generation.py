@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from typing import Any, cast
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from transformers import generation as hf
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 
+from . import support
 from .cached_model import widened
 from .config import KEYWORDS, SpeculationOptions, make_options
 from .ragged_cache import RaggedCache
@@ -25,22 +27,68 @@ from .session import speculate
 from .validation import check_mode, check_models
 
 
+Model = TypeVar("Model")
+
 # The cache was `past_key_values` up to transformers 5.19
 CACHE_NAME = (
     "cache"
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "past_key_values"
 )
-RAGGED_ATTENTION = ("eager", "sdpa")  # implementations that take ready-made masks
-OWN_MASKS = {"bloom", "mpt"}  # models that build attention biases from a mask of two dimensions
-# Model types whose ragged batches equal plain rows, text by text (tests/test_decoding.py); others are tried at run
-# time
-TESTED = frozenset(
-    "biogpt codegen cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 falcon gemma gemma2 gemma3_text glm glm4 gpt2 "
-    "gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe llama llama4_text mistral mixtral nemotron olmo olmo2 opt "
-    "phi phi3 qwen2 qwen3 qwen3_moe smollm3 stablelm starcoder2 xglm".split()
-)
 OPTIONS = "speculation_options"  # where our options travel on the generation config of one call
+
+
+def prepare_generation_config(
+    stock: Callable, model: Any, generation_config: Any = None, *args: Any, **kwargs: Any
+) -> tuple[Any, dict]:
+    """Takes our keywords off, and lets their meaning travel on the config of the call."""
+    call = {name: kwargs.pop(name, None) for name in KEYWORDS}
+    options = make_options(call | kwargs, [c for c in (generation_config, model.generation_config) if c is not None])
+    config, model_kwargs = stock(generation_config, *args, **kwargs)
+    if not config.is_assistant:  # a draft that is enabled too drafts as any other
+        setattr(config, OPTIONS, options)
+    return config, model_kwargs
+
+
+def validate_generation_mode(
+    stock: Callable, model: Any, generation_mode: Any, generation_config: Any, call: dict[str, Any]
+) -> None:
+    """Checks a call of ours instead of refusing what stock assisted generation cannot do."""
+    options: SpeculationOptions | None = getattr(generation_config, OPTIONS, None)
+    is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+    if options is None or not (is_assisted or options.is_explicit):
+        return stock(generation_mode, generation_config, call)
+    draft = call.get("assistant_model") if is_assisted else None
+    check_mode(generation_config, draft is not None)
+    hosts = {"target": Host(model)} | ({} if draft is None else {"draft": Host(draft)})
+    check_models(hosts, (call.get("tokenizer"), call.get("assistant_tokenizer")))
+
+
+def assisted_decoding(
+    stock: Callable,
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs our loop where stock assisted decoding would run."""
+    options = getattr(generation_config, OPTIONS, None)
+    prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
+    if options is None:
+        return stock(*prepared, **kwargs)
+    for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # of no use to the loop
+        kwargs.pop(name, None)
+    draft = kwargs.pop("assistant_model", None)
+    return speculate(Host(model), None if draft is None else Host(draft), options, *prepared, **kwargs)
+
+
+HOSTED: dict[str, Callable] = {
+    "_prepare_generation_config": prepare_generation_config,
+    "_validate_generation_mode": validate_generation_mode,
+    "_assisted_decoding": assisted_decoding,
+}
 
 
 class SpeculativeMixin:
@@ -48,38 +96,15 @@ class SpeculativeMixin:
 
     generation_config: Any
 
-    def _prepare_generation_config(self, generation_config: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, dict]:
-        call = {name: kwargs.pop(name, None) for name in KEYWORDS}
-        options = make_options(
-            call | kwargs, [c for c in (generation_config, self.generation_config) if c is not None]
-        )
-        config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
-        if not config.is_assistant:  # a draft that is enabled too drafts as any other
-            setattr(config, OPTIONS, options)
-        return config, model_kwargs
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> tuple[Any, dict]:
+        return prepare_generation_config(super()._prepare_generation_config, self, *args, **kwargs)  # type: ignore[misc]
 
-    def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, call: dict[str, Any]) -> None:
-        options: SpeculationOptions | None = getattr(generation_config, OPTIONS, None)
-        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if options is None or not (is_assisted or options.is_explicit):
-            return super()._validate_generation_mode(generation_mode, generation_config, call)  # type: ignore[misc]
-        draft = call.get("assistant_model") if is_assisted else None
-        check_mode(generation_config, draft is not None)
-        hosts = {"target": Host(self)} | ({} if draft is None else {"draft": Host(draft)})
-        check_models(hosts, (call.get("tokenizer"), call.get("assistant_tokenizer")))
+    def _validate_generation_mode(self, *args: Any) -> None:
+        return validate_generation_mode(super()._validate_generation_mode, self, *args)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin._assisted_decoding)  # `generate()` looks at the signature
-    def _assisted_decoding(
-        self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
-    ) -> Any:
-        options = getattr(generation_config, OPTIONS, None)
-        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
-        if options is None:
-            return super()._assisted_decoding(*prepared, **kwargs)  # type: ignore[misc]
-        for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # of no use to the loop
-            kwargs.pop(name, None)
-        draft = kwargs.pop("assistant_model", None)
-        return speculate(Host(self), None if draft is None else Host(draft), options, *prepared, **kwargs)
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        return assisted_decoding(super()._assisted_decoding, self, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.generation_config, "cactus_delta", None) is not None:
@@ -110,15 +135,16 @@ def stock_class(cls: type) -> type:
     return cls.__mro__[2] if issubclass(cls, SpeculativeMixin) else cls
 
 
-def enable(model: nn.Module) -> nn.Module:
+def enable(model: Model | None = None) -> Model | None:
     """
     Lets `model.generate(assistant_model=draft, ...)` take `cactus_delta` and `acceptance_rule`.
 
-    Without one of the two, `generate()` remains transformers' own. Enabling twice is harmless, and [`disable`] undoes
-    it.
+    Without one of the two, `generate()` remains transformers' own. Enabling twice is harmless, and [`disable`] undoes it.
 
     Args:
-        model (`PreTrainedModel`): changed in place; a wrapper (PEFT, `torch.compile`, data parallel) may be around it.
+        model (`PreTrainedModel`, *optional*):
+            Changed in place; a wrapper (PEFT, `torch.compile`, data parallel) may be around it. Without a model, every
+            transformers model of the process is enabled, those to come included.
 
     Returns:
         The model given.
@@ -126,17 +152,37 @@ def enable(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: if it is no transformers model that can generate.
     """
+    if model is None:
+        for name, function in HOSTED.items():
+            stock = getattr(GenerationMixin, name)
+            if not hasattr(stock, "cactus_hf_stock"):
+                setattr(GenerationMixin, name, _hosted(function, stock))
+        return None
     inner = unwrapped(model)
     if not isinstance(inner, SpeculativeMixin):
-        inner.__class__ = _enabled_class(type(inner))  # type: ignore[arg-type]
+        inner.__class__ = _enabled_class(cast(Hashable, type(inner)))
     return model
 
 
-def disable(model: nn.Module) -> nn.Module:
-    """Undoes [`enable`], and returns the model given."""
+def disable(model: Model | None = None) -> Model | None:
+    """Undoes [`enable`] for the model given, which it returns; without a model undoes `enable()` for the process."""
+    if model is None:
+        for name in HOSTED:
+            method = getattr(GenerationMixin, name)
+            setattr(GenerationMixin, name, getattr(method, "cactus_hf_stock", method))
+        return None
     inner = unwrapped(model)
     inner.__class__ = stock_class(type(inner))
     return model
+
+
+def _hosted(function: Callable, stock: Callable) -> Callable:
+    @functools.wraps(stock)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(functools.partial(stock, self), self, *args, **kwargs)
+
+    method.cactus_hf_stock = stock  # type: ignore[attr-defined]
+    return method
 
 
 def unwrapped(model: Any) -> Any:
@@ -197,24 +243,11 @@ class Host:
     @functools.cached_property
     def is_ragged(self) -> bool:
         """Whether rows of different lengths can share a `RaggedCache`; else they run one at a time."""
-        return (
-            self.attention in RAGGED_ATTENTION
-            and not getattr(self.config, "alibi", False)
-            and self.config.model_type not in OWN_MASKS
-            and not self._has_shared_rope()
-            and RaggedCache.can_hold(self.fresh_cache())
-        )
+        return support.takes_ready_masks(self.config, self.attention) and RaggedCache.can_hold(self.fresh_cache())
 
     @property
     def is_tested(self) -> bool:
-        return self.config.model_type in TESTED
-
-    def _has_shared_rope(self) -> bool:
-        """Whether rotary frequencies follow the longest row of a batch, so that rows would influence one another."""
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        return any(
-            r.get("rope_type") in ("dynamic", "longrope") for r in (rope, *rope.values()) if isinstance(r, dict)
-        )
+        return self.config.model_type in support.TESTED
 
     def takes(self, name: str) -> bool:
         """Whether the model's forward pass has an argument of that name."""

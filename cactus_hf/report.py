@@ -40,7 +40,8 @@ def device_name(model: PreTrainedModel) -> str:
     if model.device.type == "cuda":
         return torch.cuda.get_device_name(model.device)
     if model.device.type == "cpu":
-        return f"CPU, {torch.get_num_threads()} threads"
+        num_threads = torch.get_num_threads()
+        return f"CPU, {num_threads} thread{'s' if num_threads > 1 else ''}"
     return str(model.device)
 
 

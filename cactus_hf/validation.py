@@ -104,7 +104,9 @@ def check_batch(target: Host, draft: Host | None, num_rows: int) -> None:
 
 def check_inputs(inputs: dict[str, Any], input_ids: Tensor, streamer: Any, synced_gpus: bool) -> None:
     """Raises `ValueError` for inputs that the loop would have to ignore."""
-    others = sorted(name for name, value in inputs.items() if value is not None and name not in KNOWN_INPUTS)
+    # An empty dictionary is what multimodal models are given for a prompt of text alone
+    is_given = {name: value is not None and value != {} for name, value in inputs.items() if name not in KNOWN_INPUTS}
+    others = sorted(name for name, given in is_given.items() if given)
     if others:
         raise ValueError(
             f"{', '.join(f'`{name}`' for name in others)} cannot be passed along with `cactus_delta` or "

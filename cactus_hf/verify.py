@@ -217,7 +217,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     ```
     """
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    cumulative = weights.to(torch.float64, copy=True).cumsum_(-1)
     total = cumulative[:, -1]
     # `uniforms * total` may round up to the total, above which there is nothing.
     threshold = torch.minimum(uniforms.double() * total, total.nextafter(torch.zeros_like(total)))

@@ -16,7 +16,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 import cactus_hf
 import tiny
 from cactus_hf import TokenKind
-from cactus_hf.generation import TESTED
+from cactus_hf.support import TESTED
 
 
 NEW_TOKENS = 24
@@ -73,7 +73,7 @@ class TestGreedy:
         assert {tiny.model(name).config.model_type for name, _ in RAGGED} == TESTED
 
     def test_a_type_that_was_not_tested_is_tried_and_runs(self, enabled, monkeypatch):
-        monkeypatch.setattr(cactus_hf.generation, "TESTED", frozenset())
+        monkeypatch.setattr(cactus_hf.support, "TESTED", frozenset())
         for name in ("llama", "mistral", "gemma3"):
             target, draft = tiny.pair(name)
             for prompts in (tiny.ragged_prompts(), tiny.ragged_prompts((7, 7)), tiny.ragged_prompts((9,))):

@@ -160,11 +160,11 @@ def test_acceptance_is_one_for_the_target_itself_and_answers_end_at_the_stop_tok
         torch.testing.assert_close(kept, torch.ones(len(answer)), atol=1e-4, rtol=0)
 
 
-def test_the_wheel_is_converted_once_and_then_found_in_the_cache(stub_wheel, home, target):
+def test_the_wheel_is_converted_once_and_then_found_in_the_cache(stub_wheel, home, target, capfd):
     for _ in range(2):
         loaded, tokenizer = pair.load_target(progress=False, device="cpu")
         assert torch.equal(loaded.model.norm.weight, target.model.norm.weight) and tokenizer.chat_template
-    assert stub_wheel.calls == 1
+    assert stub_wheel.calls == 1 and not capfd.readouterr().err  # progress=False is silent
     assert [path.name for path in home.iterdir()] == ["SmolLM2-135M-Instruct"]  # nothing half-made is left
 
 

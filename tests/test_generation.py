@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LogitsProcessorList, pipeline
 
 import cactus_hf
 import tiny
@@ -80,6 +80,41 @@ class TestEnable:
         torch.save(target, buffer)
         buffer.seek(0)
         assert type(torch.load(buffer, weights_only=False)) is type(tiny.model("llama"))
+
+
+class TestEnableForTheProcess:
+    @pytest.fixture(autouse=True)
+    def undo(self):
+        yield
+        cactus_hf.disable()
+
+    def call(self, model, draft):
+        prompts = tiny.ragged_prompts().inputs
+        return model.generate(**prompts, assistant_model=draft, cactus_delta=0.5, **SAMPLE)
+
+    def test_every_model_takes_our_keywords_until_it_is_undone(self):
+        before = {name: vars(GenerationMixin)[name] for name in cactus_hf.generation.HOSTED}
+        assert cactus_hf.enable() is None and cactus_hf.enable() is None
+        for name in ("llama", "qwen3"):
+            assert self.call(*tiny.pair(name)).shape == (4, 29)
+        cactus_hf.disable()
+        assert {name: vars(GenerationMixin)[name] for name in before} == before
+        with pytest.raises(ValueError, match="cactus_delta"):
+            self.call(*tiny.pair("llama"))
+
+    def test_goes_together_with_a_model_that_is_enabled_itself(self, pair):
+        alone = seeded(lambda: self.call(*pair))
+        cactus_hf.enable()
+        assert torch.equal(seeded(lambda: self.call(*pair)), alone)
+        cactus_hf.disable()
+        assert torch.equal(seeded(lambda: self.call(*pair)), alone)
+
+    def test_stock_calls_remain_stock(self):
+        target, draft = tiny.pair("llama")
+        call = {"input_ids": torch.tensor([[5, 6, 7]]), "assistant_model": draft, **SAMPLE}
+        stock = seeded(lambda: target.generate(**call))
+        cactus_hf.enable()
+        assert torch.equal(seeded(lambda: target.generate(**call)), stock)
 
 
 class TestStockCalls:

