@@ -246,7 +246,7 @@ def gamma(q: float | Tensor, delta: float | Tensor) -> float | Tensor:
     Example:
 
     ```python
-    >>> from cactus_hf.acceptance import gamma
+    >>> from cactus_hf import gamma
     >>> round(gamma(0.2, delta=0.5), 9)
     0.6
     >>> gamma(0.2, delta=float("inf")), gamma(0.0, delta=float("inf"))

@@ -27,7 +27,8 @@ class CachedModel(Protocol):
     def score(self, tokens: Tensor, first: Tensor) -> Tensor:
         """Logits [B, T, V] of `tokens` [B, T], the first of each row at position `first` [B] (on the CPU).
 
-        All that the row held from that position on is forgotten. Float32, or float64 for a float64 model.
+        All that the row held from that position on is forgotten: at most what was scored since it last was taken back,
+        as sliding layers remember no more. Float32, or float64 for a float64 model.
         """
         ...
 

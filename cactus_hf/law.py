@@ -42,8 +42,7 @@ def emitted_law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule)
 
     ```python
     >>> import torch
-    >>> from cactus_hf.acceptance import Cactus, SpeculativeSampling
-    >>> from cactus_hf.law import emitted_law
+    >>> from cactus_hf import Cactus, SpeculativeSampling, emitted_law
     >>> target, draft = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([0.8, 0.2, 0.0])
     >>> emitted_law(target, draft, SpeculativeSampling())
     tensor([0.2000, 0.3000, 0.5000], dtype=torch.float64)

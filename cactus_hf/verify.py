@@ -69,7 +69,7 @@ def verify(
 
     ```python
     >>> import torch
-    >>> from cactus_hf.acceptance import Cactus
+    >>> from cactus_hf import Cactus
     >>> from cactus_hf.verify import verify
     >>> target = torch.tensor([[[0.2, 0.8], [1.0, 0.0]]]).log()
     >>> draft = torch.tensor([[[0.8, 0.2]]]).log()

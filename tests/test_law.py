@@ -1,4 +1,4 @@
-"""The emitted law against enumeration, and what method's theory promises about it."""
+"""The emitted law against enumeration, and what the theory promises about it."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ def test_lossless_rules_emit_the_target(rule: AcceptanceRule) -> None:
 
 def test_mixture_emits_the_mixture() -> None:
     for target, draft in PAIRS:
-        torch.testing.assert_close(emitted_law(target, draft, Mixture(0.3)), 0.3 * target + 0.7 * draft, rtol=0, atol=EXACT)
+        law = emitted_law(target, draft, Mixture(0.3))
+        torch.testing.assert_close(law, 0.3 * target + 0.7 * draft, rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not isinstance(rule, Mixture)], ids=str)
@@ -160,9 +161,9 @@ def test_cactus_acceptance_and_distance_grow_with_delta() -> None:
     for target, draft in PAIRS:
         laws = [emitted_law(target, draft, Cactus(delta)) for delta in DELTAS]
         distances = [((law - target).abs().sum() / 2).item() for law in laws]
+        q, p = target.tolist(), draft.tolist()
         acceptances = [
-            sum(p * reference.accept(Cactus(delta), target.tolist(), draft.tolist(), n) for n, p in enumerate(draft.tolist()))
-            for delta in DELTAS
+            sum(p_n * reference.accept(Cactus(delta), q, p, n) for n, p_n in enumerate(p)) for delta in DELTAS
         ]
         for values in (distances, acceptances):
             assert all(after >= before - EXACT for before, after in zip(values, values[1:], strict=False))
@@ -245,7 +246,8 @@ class TestEmittedDivergence:
         for row, i in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
             q_n = target[row, i, tokens[row, i]].item()
             gamma_n = reference.gamma(q_n, 0.4)
-            assert got[row, i].item() == pytest.approx(reference.divergence([gamma_n, 1 - gamma_n], [q_n, 1 - q_n]), abs=EXACT)
+            expected = reference.divergence([gamma_n, 1 - gamma_n], [q_n, 1 - q_n])
+            assert got[row, i].item() == pytest.approx(expected, abs=EXACT)
 
     def test_infinite_where_the_mixture_leaves_the_support(self) -> None:
         target_logits = self.target_logits.clone()

@@ -63,6 +63,12 @@ def test_every_rule_is_in_the_table_of_the_readme():
     assert rules <= set(re.findall(r"^\| `(\w+)\(", README, re.MULTILINE))
 
 
+def test_the_map_in_contributing_names_every_module():
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    modules = {path.name for path in (ROOT / "cactus_hf").glob("[!_]*.py")}
+    assert modules == set(re.findall(r"`(\w+\.py)`", table.split("| file | holds |")[1].split("\n\n")[0]))
+
+
 def test_importing_the_package_imports_nothing_optional():
     code = "import sys, cactus_hf; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

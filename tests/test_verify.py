@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance, gamma
 from cactus_hf.law import emitted_law
+from cactus_hf.parameters import select_rows
 from cactus_hf.verify import Verification, draw, match_greedy, verify, verify_block
 
 
@@ -58,7 +59,9 @@ def verify_one(
     return verify(logits(*target, dtype=dtype), torch.tensor([[token]]), draft_logits, rule, uniforms=uniforms)
 
 
-def replacements(rule: AcceptanceRule, target: list[float], token: int, draft: list[float] | None, u: float) -> set[int]:
+def replacements(
+    rule: AcceptanceRule, target: list[float], token: int, draft: list[float] | None, u: float
+) -> set[int]:
     """Every token that can replace the drafted one, which `u` must reject."""
     found = set()
     for next_u in [0.0, ALMOST_1, *torch.linspace(0.0005, 0.9995, 200).tolist()]:
@@ -70,7 +73,7 @@ def replacements(rule: AcceptanceRule, target: list[float], token: int, draft: l
 
 @pytest.mark.parametrize("dtype", DTYPES)
 class TestDegenerateCases:
-    """Section by section of the table of cases: for each the only right answer, in both precisions."""
+    """The cases in which a formula gives 0/0, inf * 0 or no answer: for each the only right one, in both precisions."""
 
     target = [[0.0, 0.3, 0.7], [0.2, 0.3, 0.5]]
 
@@ -132,8 +135,9 @@ class TestDegenerateCases:
 
     @pytest.mark.parametrize("dtype_of_logits", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
     def test_draft_equal_to_target_accepts_all(self, dtype_of_logits: torch.dtype, dtype: torch.dtype) -> None:
-        target = (torch.randn(40, 9, 301, generator=torch.Generator().manual_seed(0), dtype=dtype) * 5).to(dtype_of_logits)
-        tokens = torch.randint(301, (40, 8), generator=torch.Generator().manual_seed(1))
+        generator = torch.Generator().manual_seed(0)
+        target = (torch.randn(40, 9, 301, generator=generator, dtype=dtype) * 5).to(dtype_of_logits)
+        tokens = torch.randint(301, (40, 8), generator=generator)
         uniforms = torch.full((40, 9), ALMOST_1, dtype=torch.float64)
         for rule in RATIO_RULES:
             result = verify(target, tokens, target[:, :8].clone(), rule, uniforms=uniforms)
@@ -184,7 +188,9 @@ class TestDegenerateCases:
         assert (result.next_token[is_rejected] != 0).all()
 
     @pytest.mark.parametrize("rule", [TypicalAcceptance(0.5, 5.0, "sample"), TopK(1)], ids=str)
-    def test_rules_that_replace_from_q_may_draw_the_rejected_token(self, rule: AcceptanceRule, dtype: torch.dtype) -> None:
+    def test_rules_that_replace_from_q_may_draw_the_rejected_token(
+        self, rule: AcceptanceRule, dtype: torch.dtype
+    ) -> None:
         assert replacements(rule, [0.25, 0.3, 0.45], 0, [0.6, 0.2, 0.2], 0.0) == {0, 1, 2}
 
     @pytest.mark.parametrize("name", BAD_ROWS)
@@ -200,7 +206,7 @@ class TestDegenerateCases:
     @pytest.mark.parametrize("name", BAD_ROWS)
     def test_bad_target_row_behind_a_rejection(self, name: str, dtype: torch.dtype) -> None:
         # NaN and +inf mean a broken model. An empty row is what a grammar gives behind a token that it forbids.
-        target = torch.stack([torch.tensor([-INF, 0.0, 0.0]), torch.tensor(BAD_ROWS[name]), torch.zeros(3)])[None].to(dtype)
+        target = torch.tensor([[[-INF, 0.0, 0.0], BAD_ROWS[name], [0.0, 0.0, 0.0]]], dtype=dtype)
         tokens, draft = torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, 3, dtype=dtype)
         if name == "all -inf":
             result = verify(target, tokens, draft, Cactus(1.0))
@@ -251,7 +257,9 @@ def test_what_lies_beyond_the_draft_lengths_is_ignored(rule: AcceptanceRule, dty
         dirty_target = target.masked_fill(beyond[..., None], junk)
         dirty_draft = draft.masked_fill((beyond[:, 1:])[..., None], junk)
         dirty_tokens = tokens.masked_fill(beyond[:, 1:], token)
-        result = verify(dirty_target, dirty_tokens, dirty_draft, rule, draft_lengths=lengths.tolist(), uniforms=uniforms)
+        result = verify(
+            dirty_target, dirty_tokens, dirty_draft, rule, draft_lengths=lengths.tolist(), uniforms=uniforms
+        )
         for got, expected in zip(result, clean, strict=True):
             assert torch.equal(got, expected)
         result = verify(dirty_target, dirty_tokens, None, rule, draft_lengths=lengths, uniforms=uniforms)
@@ -357,7 +365,9 @@ class TestDraw:
         tolerance = 1e-12 * math.fsum(weights)
         assert below - tolerance <= u * math.fsum(weights) <= up_to + tolerance
 
-    @pytest.mark.parametrize("weights", [[0, 1, 0], [1, 0, 0], [0, 0, 1], [5e-324, 0, 0], [0, 5e-324, 0], [0, 1e-300, 1e300]])
+    @pytest.mark.parametrize(
+        "weights", [[0, 1, 0], [1, 0, 0], [0, 0, 1], [5e-324, 0, 0], [0, 5e-324, 0], [0, 1e-300, 1e300]]
+    )
     def test_ends_of_the_unit_interval(self, weights: list[float]) -> None:
         for u in (0.0, 0.5, ALMOST_1, 1 - 2**-24):
             index = draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([u], dtype=torch.float64))
@@ -443,7 +453,10 @@ class TestBadInput:
             ({"draft_tokens": torch.zeros(6).long()}, "`draft_tokens` must be an integer tensor"),
             ({"draft_tokens": torch.tensor([[0, 0, 0], [0, 5, 0]])}, "from 0 to 4; got 5 in row 1 at position 1"),
             ({"draft_tokens": torch.tensor([[0, 0, -1], [0, 0, 0]])}, "got -1 in row 0 at position 2"),
-            ({"draft_tokens": torch.zeros(2, 3, dtype=torch.long, device="meta")}, "must be on one device, not cpu and meta"),
+            (
+                {"draft_tokens": torch.zeros(2, 3, dtype=torch.long, device="meta")},
+                "must be on one device, not cpu and meta",
+            ),
             ({"rule": 1.0}, r"acceptance rule such as `Cactus\(1.0\)`; got 1.0"),
             ({"rule": Cactus}, "acceptance rule"),
             ({"rule": Cactus([1.0, 2.0, 3.0])}, "values for 3 rows, but there are 2"),
@@ -481,7 +494,7 @@ def test_no_drafts_draw_from_the_target() -> None:
 
 
 def assert_follows(counts: Tensor, law: Tensor, least: float) -> None:
-    """Every cell whose expected count is at least `least` lies within 5 binomial standard errors; impossible cells are empty."""
+    """Cells of an expected count of `least` or more lie within 5 binomial standard errors; impossible ones are empty."""
     num_draws = counts.sum().item()
     expected = law * num_draws
     assert law.sum().item() == pytest.approx(1.0, abs=1e-9)
@@ -497,7 +510,7 @@ def assert_follows(counts: Tensor, law: Tensor, least: float) -> None:
 
 
 class TestLawOfDraws:
-    """10^6 draws in batches of rows with unequal draft lengths, laws and parameters. Every seed was fixed before the first run."""
+    """10^6 draws in batches of rows with unequal draft lengths, laws and parameters; seeds fixed before the first run."""
 
     num_draws = 1_000_000
     lengths = torch.tensor([3, 0, 2, 1])
@@ -516,11 +529,9 @@ class TestLawOfDraws:
         target, draft, tokens = self.rows(vocab_size, seed)
         generator = torch.Generator().manual_seed(seed + 1000)
         copies, size = 25_000, 4 * 25_000
-        # The rows as the 4 kinds, `copies` times over; a count of each outcome (kind, drafted tokens kept, next token).
+        # The 4 kinds of row, `copies` times over, and a count of each outcome (kind, drafted tokens kept, next token).
         counts: Counter[tuple[int, ...]] = Counter()
-        repeated = type(rule)(**{
-            name: value.repeat(copies) if isinstance(value, Tensor) else value for name, value in vars(rule).items()
-        })
+        repeated = select_rows(rule, torch.arange(4).repeat(copies))
         target_logits = target.float().repeat(copies, 1, 1)
         draft_logits = draft.float().repeat(copies, 1, 1)
         draft_probs = draft_logits.softmax(-1, dtype=torch.float64)
@@ -601,8 +612,8 @@ def test_law_of_draws_over_a_real_vocabulary(monkeypatch: pytest.MonkeyPatch) ->
     module = importlib.import_module("cactus_hf.verify")  # the package's attribute of that name is the function
     normalise, row_probs = module._normalise, module._row_probs
 
-    # The batch is one sequence expanded: do what depends on the logits alone for the first, the same numbers at B times
-    # the speed.
+    # The batch is one sequence expanded: what depends on the logits alone is done for the first, which gives the same
+    # numbers at many times the speed.
     def normalise_once(logits: Tensor) -> Any:
         assert logits.stride(0) == 0
         once = normalise(logits[:1])
