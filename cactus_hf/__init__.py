@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .generation import disable, enable
     from .law import emitted_law
     from .outputs import SpeculativeOutput
-    from .verify import Verification, verify
+    from .verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ _HOMES = {
     "generation": ("disable", "enable"),
     "law": ("emitted_law",),
     "outputs": ("SpeculativeOutput",),
-    "verify": ("Verification", "verify"),
+    "verification": ("Verification", "verify"),
 }
 
 __all__ = [
@@ -61,10 +61,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
-            # Importing the module `verify` puts it in place of the function of that name, which is why all are set
-            module = importlib.import_module(f".{home}", __name__)
-            globals().update({each: getattr(module, each) for each in names})
-            return globals()[name]
+            value = getattr(importlib.import_module(f".{home}", __name__), name)
+            globals()[name] = value  # so that this function is not asked again
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -7,7 +7,7 @@ functions:
 * `accept`: the probability of keeping `n`, from a few scalars of the position;
 * `residual`: the weights over the vocabulary from which a replacement is drawn once `n` has been rejected.
 
-Whatever the rule, the token after a draft kept in full is drawn from the target alone. `verify.py` puts the two
+Whatever the rule, the token after a draft kept in full is drawn from the target alone. `verification.py` puts the two
 functions to work; `law.py` gives the law of what comes out.
 
 Papers: Cactus, arXiv 2604.04987; speculative sampling, arXiv 2211.17192 and 2302.01318; typical acceptance, arXiv
@@ -229,7 +229,7 @@ class Mixture(AcceptanceRule):
         return (target_probs - draft_probs).clamp_(min=0)
 
 
-def gamma(q: float | Tensor, delta: float | Tensor) -> float | Tensor:
+def gamma(q: Parameter, delta: Parameter) -> float | Tensor:
     """
     The probability to which Cactus raises a drafted token: min(1, q + sqrt(2 delta q (1 - q))) (Corollary 5).
 
@@ -237,7 +237,7 @@ def gamma(q: float | Tensor, delta: float | Tensor) -> float | Tensor:
         q (`float` or `Tensor`):
             The target's probability of the drafted token.
         delta (`float` or `Tensor` that broadcasts against `q`):
-            Budget in nats, 0 or more, `inf` allowed.
+            Budget in nats, 0 or more, `inf` allowed. Unlike a rule's parameter `[B]`, it is not aligned with rows.
 
     Returns:
         `float`, or `Tensor` in the dtype of `q`: gamma, at least `q` and at most 1. It is `q` at delta 0 and, at delta
@@ -254,12 +254,13 @@ def gamma(q: float | Tensor, delta: float | Tensor) -> float | Tensor:
 
     ```
     """
-    need = "in [0, 1], a probability"
-    check_parameter("q", q.flatten() if isinstance(q, Tensor) else q, lambda x: (x >= 0) & (x <= 1), need)
-    check_delta(delta.flatten() if isinstance(delta, Tensor) else delta)
-    probs = q if isinstance(q, Tensor) else torch.tensor(q, dtype=torch.float64)
-    raised = _taylor_gamma(probs, delta.to(probs) if isinstance(delta, Tensor) else delta)
-    return raised if isinstance(q, Tensor) or isinstance(delta, Tensor) else raised.item()
+    flat_q, flat_delta = (x.flatten() if isinstance(x, Tensor) else x for x in (q, delta))
+    checked_q = check_parameter("q", flat_q, lambda x: (x >= 0) & (x <= 1), "in [0, 1], a probability")
+    checked_delta = check_delta(flat_delta)
+    probs = q if isinstance(q, Tensor) and q.is_floating_point() else torch.as_tensor(q, dtype=torch.float64)
+    raised = _taylor_gamma(probs, torch.as_tensor(delta, dtype=probs.dtype))
+    is_number = not isinstance(checked_q, Tensor) and not isinstance(checked_delta, Tensor)
+    return raised.item() if is_number else raised
 
 
 def scale_of_others(raised_prob: Tensor, target_prob: Tensor) -> Tensor:

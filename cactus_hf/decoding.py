@@ -20,7 +20,7 @@ from .parameters import select_rows
 from .randomness import Uniforms
 from .sequences import Sequences
 from .stopping import Stopping
-from .verify import Verification, bad_target_error, match_greedy, verify_block, warn_bad_draft
+from .verification import Verification, bad_target_error, match_greedy, verify_block, warn_bad_draft
 
 
 @dataclass

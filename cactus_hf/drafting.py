@@ -10,7 +10,7 @@ from torch import Tensor
 from .cached_model import CachedModel
 from .logits import BlockProcessor, fit_vocabulary
 from .sequences import Sequences
-from .verify import draw
+from .verification import draw
 
 
 class Drafts(NamedTuple):

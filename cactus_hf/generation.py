@@ -139,7 +139,7 @@ def enable(model: Model | None = None) -> Model | None:
     """
     Lets `model.generate(assistant_model=draft, ...)` take `cactus_delta` and `acceptance_rule`.
 
-    Without one of the two, `generate()` remains transformers' own. Enabling twice is harmless, and [`disable`] undoes it.
+    Without one of the two, `generate()` remains transformers' own. Enabling twice is harmless; [`disable`] undoes it.
 
     Args:
         model (`PreTrainedModel`, *optional*):

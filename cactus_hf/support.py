@@ -7,11 +7,11 @@ from typing import Any
 
 RAGGED_ATTENTION = ("eager", "sdpa")  # implementations that take ready-made masks
 OWN_MASKS = ("bloom", "mpt")  # model types that build attention biases from a mask of two dimensions
-# Model types whose ragged batches equal plain rows, text by text (tests/test_decoding.py); others are tried at run time
+# Model types whose ragged batches equal plain rows (tests/test_decoding.py); others are tried at run time
 TESTED = frozenset(
     "biogpt codegen cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 falcon gemma gemma2 gemma3_text glm glm4 gpt2 "
-    "gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe llama llama4_text mistral mixtral nemotron olmo olmo2 opt phi "
-    "phi3 qwen2 qwen3 qwen3_moe smollm3 stablelm starcoder2 xglm".split()
+    "gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe llama llama4_text mistral mixtral nemotron olmo olmo2 opt "
+    "phi phi3 qwen2 qwen3 qwen3_moe smollm3 stablelm starcoder2 xglm".split()
 )
 
 

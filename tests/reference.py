@@ -1,7 +1,8 @@
-"""Slow twin of acceptance.py, verify.py and law.py: loops over Python floats (float64), written from the formulas.
+"""Slow twin of acceptance.py, verification.py and law.py: loops over float64, written from the formulas.
 
-`q` is a row of the target's probabilities, `p` one of the draft's, `n` a drafted token. It shares no code with the package
-but the rules' parameters, and reads like the definitions: draw n from p, keep it with probability phi(n), else draw from g.
+`q` is a row of the target's probabilities, `p` one of the draft's, `n` a drafted token. It shares no code with the
+package but the rules' parameters, and reads like the definitions: draw n from p, keep it with probability phi(n), else
+draw from g.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ def block_law(
     tokens: list[int] | None = None,
 ) -> dict[tuple[int, ...], float]:
     """
-    The law of the tokens a block emits: kept ones, then the next one. The rows are probabilities, independent of the tokens.
-    Given `tokens`, these are drafted (from `draft`, which stays the law the rule is told); else they are drawn from it.
+    The law of the tokens a block emits: the kept ones, then the next one. `target` and `draft` hold probabilities,
+    which do not depend on the tokens. Those drafted are `tokens` if given, else drawn from `draft`.
     """
     law: dict[tuple[int, ...], float] = {}
 

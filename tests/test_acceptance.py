@@ -1,4 +1,4 @@
-"""Rules as functions of a few scalars: gamma and its ball, each rule's acceptance, parameters one number or one a row."""
+"""Rules as functions of a few scalars: gamma and its ball, acceptance and residual, parameters."""
 
 from __future__ import annotations
 
@@ -56,9 +56,12 @@ class TestGamma:
             torch.testing.assert_close(raised, torch.tensor(expected, dtype=dtype))
         assert gamma(torch.tensor(0.25, dtype=dtype), 0.5).dtype == dtype
 
-    def test_number_with_tensor_of_budgets(self) -> None:
+    def test_number_with_several_budgets(self) -> None:
         expected = torch.tensor([0.2, 0.6, 1.0], dtype=torch.float64)
-        torch.testing.assert_close(gamma(0.2, torch.tensor([0.0, 0.5, INF], dtype=torch.float64)), expected)
+        for delta in ([0.0, 0.5, INF], torch.tensor([0.0, 0.5, INF]), torch.tensor([0.0, 0.5, INF]).double()):
+            torch.testing.assert_close(gamma(0.2, delta), expected)
+        torch.testing.assert_close(gamma([0.2, 0.2], 0.5), expected[[1, 1]])
+        assert isinstance(gamma(0, 1), float) and isinstance(gamma(0.2, torch.tensor(0.5)), torch.Tensor)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("delta", [1e300, 1e308, INF], ids=str)

@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tiny
 from cactus_hf.embedded import load_draft, load_pair, pair, wheel
@@ -145,6 +146,12 @@ def test_draft_refuses_another_target(draft_file, change):
     other = tiny.ARCHITECTURES["llama"].build(**change)
     with pytest.raises(ValueError, match="fits only that target.*distil"):
         load_draft(other, draft_file)
+
+
+def test_a_file_that_is_no_draft_is_refused(target, tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="not a draft written by"):
+        load_draft(target, tmp_path / "a.safetensors")
 
 
 def test_acceptance_is_one_for_the_target_itself_and_answers_end_at_the_stop_token(target):

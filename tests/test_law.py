@@ -56,7 +56,7 @@ DEGENERATE = {
 
 
 def random_pairs(num: int, vocab_size: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of laws from near uniform to near one-hot, the draft from near the target to unrelated, a third with zeros."""
+    """Pairs from near uniform to near one-hot, the draft from near the target to unrelated, a third with zeros."""
     generator = torch.Generator().manual_seed(seed)
     pairs = []
     for i in range(num):
@@ -109,7 +109,7 @@ def test_equals_enumeration(rule: AcceptanceRule) -> None:
         expected = torch.tensor(reference.emitted_law(rule, target.tolist(), draft.tolist()), dtype=torch.float64)
         law = emitted_law(target, draft, rule)
         assert law.dtype == torch.float64
-        torch.testing.assert_close(law, expected, rtol=0, atol=EXACT, msg=lambda m: f"{rule} {target} {draft}\n{m}")
+        torch.testing.assert_close(law, expected, rtol=0, atol=EXACT)
 
 
 @settings(deadline=None, max_examples=150)
@@ -206,13 +206,13 @@ def test_float32_rows_are_taken_as_they_are() -> None:
 
 @pytest.mark.parametrize("delta", [1e-6, 0.01, 1.0])
 def test_large_vocabulary(delta: float) -> None:
-    """V of Qwen: within the total variation formula to the rounding of 152 thousand terms, and well under a second a row."""
-    (target, draft), *_ = random_pairs(8, 151_936, seed=5)[5:]
+    """V of Qwen: the formula for the total variation holds, and a row takes well under a second."""
+    target, draft = random_pairs(8, 151_936, seed=5)[5]
     start = time.perf_counter()
     law = emitted_law(target, draft, Cactus(delta))
     assert time.perf_counter() - start < 2  # about 0.05 s on an idle core
     expected = torch.minimum((draft - target).clamp(min=0), (2 * delta * target * (1 - target)).sqrt()).sum()
-    torch.testing.assert_close((law - target).abs().sum() / 2, expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close((law - target).abs().sum() / 2, expected, rtol=1e-9, atol=0)  # 1e5 roundings
     torch.testing.assert_close(law.sum().item(), 1.0, rtol=1e-9, atol=0)
     assert ((law >= torch.minimum(target, draft) - 1e-12) & (law <= torch.maximum(target, draft) + 1e-12)).all()
 

@@ -55,6 +55,11 @@ def test_public_names_can_be_imported_and_are_documented():
     assert promised <= set(cactus_hf.__all__)
 
 
+def test_no_module_takes_the_place_of_a_public_name():
+    """Importing a submodule sets an attribute of the package, which would hide a function of the same name."""
+    assert not set(cactus_hf.__all__) & {path.stem for path in (ROOT / "cactus_hf").iterdir()}
+
+
 def test_every_rule_is_in_the_table_of_the_readme():
     rules = {
         cls.__name__ for cls in cactus_hf.AcceptanceRule.__subclasses__() if cls.__module__.startswith("cactus_hf.")

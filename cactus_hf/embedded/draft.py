@@ -20,6 +20,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
+SHAPE = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "hidden_act",
+)
 SHIPPED_DRAFT = Path(__file__).with_name("draft.safetensors")
 
 
@@ -110,7 +120,12 @@ def load_draft(target: PreTrainedModel, path: str | Path = SHIPPED_DRAFT) -> Lla
         `LlamaForCausalLM`: to be passed as `assistant_model`; its logits cover the target's vocabulary.
     """
     with safe_open(path, framework="pt") as file:
-        described = json.loads(file.metadata()["cactus_hf"])
+        metadata = file.metadata() or {}
+        if "cactus_hf" not in metadata:
+            raise ValueError(
+                f"{path} is not a draft written by `cactus-hf distill train`; its metadata lacks cactus_hf."
+            )
+        described = json.loads(metadata["cactus_hf"])
         stored = {name: file.get_tensor(name) for name in file.keys()}
     found = shape_of(target.config)
     wrong = [
@@ -137,16 +152,6 @@ def load_draft(target: PreTrainedModel, path: str | Path = SHIPPED_DRAFT) -> Lla
 
 def shape_of(config: PreTrainedConfig) -> dict:
     """What a target must share with the draft."""
-    names = (
-        "model_type",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "hidden_act",
-    )
-    return {name: getattr(config, name, None) for name in names} | {
-        "rope_parameters": getattr(config, "rope_parameters", None)
-    }
+    shape = {name: getattr(config, name, None) for name in SHAPE}
+    rope = getattr(config, "rope_parameters", None) or {}
+    return shape | {name: rope.get(name) for name in ("rope_type", "rope_theta")}

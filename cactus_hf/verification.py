@@ -70,7 +70,7 @@ def verify(
     ```python
     >>> import torch
     >>> from cactus_hf import Cactus
-    >>> from cactus_hf.verify import verify
+    >>> from cactus_hf.verification import verify
     >>> target = torch.tensor([[[0.2, 0.8], [1.0, 0.0]]]).log()
     >>> draft = torch.tensor([[[0.8, 0.2]]]).log()
     >>> uniforms = torch.tensor([[0.5, 0.9]])
@@ -211,7 +211,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     ```python
     >>> import torch
-    >>> from cactus_hf.verify import draw
+    >>> from cactus_hf.verification import draw
     >>> draw(torch.tensor([[0.0, 1.0, 3.0]]).expand(3, 3), torch.tensor([0.0, 0.24, 0.26]))
     tensor([1, 1, 2])
 
@@ -222,7 +222,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     # `uniforms * total` may round up to the total, above which there is nothing.
     threshold = torch.minimum(uniforms.double() * total, total.nextafter(torch.zeros_like(total)))
     index = torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).clamp_(max=weights.shape[-1] - 1)
-    # A parallel scan may round the sum up where the weight is 0; the odds are those of one double among all.
+    # A parallel scan can round the sum up at an index of weight 0. Once in 10^15 draws or so, take the largest weight.
     is_drawable = weights.gather(-1, index) > 0
     return torch.where(is_drawable, index, weights.argmax(-1, keepdim=True)).squeeze(-1)
 
