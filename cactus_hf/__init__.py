@@ -6,6 +6,7 @@ draft's.
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 
@@ -64,6 +65,8 @@ def __getattr__(name: str) -> Any:
             value = getattr(importlib.import_module(f".{home}", __name__), name)
             globals()[name] = value  # so that this function is not asked again
             return value
+    if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,18 +66,20 @@ def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOpt
         ValueError: for options that contradict one another or cannot be read.
     """
     own = given(call, KEYWORDS)
-    _refuse_conflicts(call)
+    _refuse_conflicts(call, configs)
+    wants_kl = _checked_flag(own.get("speculation_kl", False))
     rule = own.get("acceptance_rule")
     delta = own.get("cactus_delta")
     is_explicit = rule is not None or delta is not None
-    if not is_explicit:
+    if not is_explicit and call.get("assistant_ensemble_weight") is None:  # which chooses transformers' own rule
         delta = next((d for config in configs if (d := _delta_of(config)) is not None), None)
     if rule is None and delta is not None:
         rule = Cactus(check_delta(delta, "cactus_delta"))
     if rule is None:
-        if own:
+        extras = [name for name, value in own.items() if value is not False]
+        if extras:
             raise ValueError(
-                f"{_names(own)} given without an acceptance rule: also pass `cactus_delta=` (0 is lossless) or "
+                f"{_names(extras)} given without an acceptance rule: also pass `cactus_delta=` (0 is lossless) or "
                 "`acceptance_rule=`."
             )
         return None
@@ -88,9 +90,15 @@ def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOpt
     lengths: dict[str, Any] = {}
     for source in reversed([call, *configs]):
         lengths |= given(source, list(LENGTH_KEYWORDS))
-    return SpeculationOptions(
-        rule, is_explicit, bool(own.get("speculation_kl", False)), _checked_generator(own.get("generator")), lengths
-    )
+    if call.get("use_cache") is False:
+        raise ValueError("Speculative decoding rolls back a cache: `use_cache=False` cannot go with it. Leave it out.")
+    return SpeculationOptions(rule, is_explicit, wants_kl, _checked_generator(own.get("generator")), lengths)
+
+
+def _checked_flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"`speculation_kl` must be True or False, got {value!r}.")
+    return value
 
 
 def _delta_of(config: Any) -> Any:
@@ -103,16 +111,18 @@ def _delta_of(config: Any) -> Any:
     return delta
 
 
-def _refuse_conflicts(call: dict[str, Any]) -> None:
-    rules = given(call, ("cactus_delta", "acceptance_rule", "assistant_ensemble_weight"))
-    if len(rules) > 1:
-        raise ValueError(
-            f"{_names(rules)} each choose the acceptance rule: give one of them. "
-            "(`cactus_hf.Mixture(weight)` is the ensemble weight as an `acceptance_rule`.)"
-        )
+def _refuse_conflicts(call: dict[str, Any], configs: Sequence[Any]) -> None:
+    choices = ("cactus_delta", "acceptance_rule", "assistant_ensemble_weight")
+    for source in (call, *configs):
+        rules = given(source, choices)
+        if len(rules) > 1:
+            raise ValueError(
+                f"{_names(rules)} each choose the acceptance rule: give one of them. "
+                "(`cactus_hf.Mixture(weight)` is the ensemble weight as an `acceptance_rule`.)"
+            )
 
 
-def _names(options: dict[str, Any]) -> str:
+def _names(options: Iterable[str]) -> str:
     return " and ".join(f"`{name}`" for name in options)
 
 

@@ -24,7 +24,7 @@ class TokenKind(IntEnum):
     EXTRA = 4  # drawn by the target after the last draft, all of which were kept
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SpeculationStats:
     """
     Counts of one `generate()` call with R returned rows. Nothing behind the end of a row is counted.
@@ -125,12 +125,10 @@ class Recorder:
 
     Args:
         num_rows (`int`): R.
-        max_new_tokens (`int`): N at most.
         with_emitted (`bool`): whether divergences of the emitted law are recorded.
     """
 
     num_rows: int
-    max_new_tokens: int
     with_emitted: bool
 
     def __post_init__(self) -> None:
@@ -138,7 +136,7 @@ class Recorder:
             torch.zeros(self.num_rows, dtype=torch.long) for _ in range(5)
         )
         self.by_position: list[Tensor] = []  # [R] for each position drafted so far
-        self.kinds = torch.full((self.num_rows, self.max_new_tokens), int(TokenKind.PAD), dtype=torch.int8)
+        self.kinds = torch.full((self.num_rows, 1), int(TokenKind.PAD), dtype=torch.int8)
         self.divergence = torch.zeros(3, self.num_rows, dtype=torch.float64)
 
     def add_first(self, num_emitted: Tensor) -> None:
@@ -153,7 +151,7 @@ class Recorder:
         self.verified[round.rows] += verified
         self.drafted[round.rows] += torch.where(round.has_ended, verified, round.num_drafted)
         self.rounds[round.rows] += 1
-        self.divergence[:, round.rows] += (round.divergence * round.is_in(verified)[:, :-1]).sum(-1)
+        self.divergence[:, round.rows] += round.divergence.where(round.is_in(verified)[:, :-1], 0.0).sum(-1)
         self._add_positions(round.rows, round.is_in(accepted)[:, :-1])
         self._add_kinds(round)
         self.emitted[round.rows] += round.num_emitted
@@ -165,6 +163,10 @@ class Recorder:
             position[rows] += kept
 
     def _add_kinds(self, round: Round) -> None:
+        missing = int((self.emitted[round.rows] + round.num_emitted).max()) - self.kinds.shape[1]
+        if missing > 0:
+            more = (0, max(missing, self.kinds.shape[1]))
+            self.kinds = torch.nn.functional.pad(self.kinds, more, value=int(TokenKind.PAD))
         is_emitted = round.is_in(round.num_emitted)
         batch, place = is_emitted.nonzero(as_tuple=True)
         row = round.rows[batch]
@@ -193,6 +195,8 @@ _TRACKED: ContextVar[list[SpeculationStats] | None] = ContextVar("cactus_hf_trac
 @contextmanager
 def track() -> Iterator[list[SpeculationStats]]:
     """Collects the statistics of every `generate()` call made inside, for callers who do not see its return value.
+
+    Calls are those of this thread (or asyncio task); of nested blocks, the innermost collects.
 
     ```python
     with cactus_hf.track() as stats:

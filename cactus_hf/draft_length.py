@@ -36,7 +36,7 @@ class DraftLength:
                 f"`num_assistant_tokens_schedule` must be one of {', '.join(map(repr, SCHEDULES))}, "
                 f"got {self.schedule!r}."
             )
-        if not 0 <= self.confidence_threshold <= 1:
+        if not isinstance(self.confidence_threshold, (int, float)) or not 0 <= self.confidence_threshold <= 1:
             raise ValueError(
                 f"`assistant_confidence_threshold` must lie between 0 and 1, got {self.confidence_threshold!r}."
             )

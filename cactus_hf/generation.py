@@ -14,8 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
-from transformers import generation as hf
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -59,6 +58,7 @@ def validate_generation_mode(
     if options is None or not (is_assisted or options.is_explicit):
         return stock(generation_mode, generation_config, call)
     draft = call.get("assistant_model") if is_assisted else None
+    generation_config.use_cache = True  # some checkpoints say otherwise; a call that says so has been refused
     check_mode(generation_config, draft is not None)
     hosts = {"target": Host(model)} | ({} if draft is None else {"draft": Host(draft)})
     check_models(hosts, (call.get("tokenizer"), call.get("assistant_tokenizer")))
@@ -84,11 +84,21 @@ def assisted_decoding(
     return speculate(Host(model), None if draft is None else Host(draft), options, *prepared, **kwargs)
 
 
-HOSTED: dict[str, Callable] = {
-    "_prepare_generation_config": prepare_generation_config,
-    "_validate_generation_mode": validate_generation_mode,
-    "_assisted_decoding": assisted_decoding,
-}
+def save_pretrained(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Lets a `cactus_delta` on the generation config survive saving and loading."""
+    config = getattr(model, "generation_config", None)
+    if config is not None and getattr(config, "cactus_delta", None) is not None:
+        config._from_model_config = False  # or loading drops the keys that transformers does not know
+    return stock(*args, **kwargs)
+
+
+# Methods of transformers' own classes, and what `enable()` puts around them for the whole process
+HOSTED: tuple[tuple[type, str, Callable], ...] = (
+    (GenerationMixin, "_prepare_generation_config", prepare_generation_config),
+    (GenerationMixin, "_validate_generation_mode", validate_generation_mode),
+    (GenerationMixin, "_assisted_decoding", assisted_decoding),
+    (PreTrainedModel, "save_pretrained", save_pretrained),
+)
 
 
 class SpeculativeMixin:
@@ -107,9 +117,7 @@ class SpeculativeMixin:
         return assisted_decoding(super()._assisted_decoding, self, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.generation_config, "cactus_delta", None) is not None:
-            self.generation_config._from_model_config = False  # or loading drops the keys transformers does not know
-        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        return save_pretrained(super().save_pretrained, self, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickles as the model it was, readable without this package. Protocol 1 alone does not insist on our class.
@@ -153,10 +161,10 @@ def enable(model: Model | None = None) -> Model | None:
         TypeError: if it is no transformers model that can generate.
     """
     if model is None:
-        for name, function in HOSTED.items():
-            stock = getattr(GenerationMixin, name)
+        for owner, name, function in HOSTED:
+            stock = getattr(owner, name)
             if not hasattr(stock, "cactus_hf_stock"):
-                setattr(GenerationMixin, name, _hosted(function, stock))
+                setattr(owner, name, _hosted(function, stock))
         return None
     inner = unwrapped(model)
     if not isinstance(inner, SpeculativeMixin):
@@ -167,9 +175,9 @@ def enable(model: Model | None = None) -> Model | None:
 def disable(model: Model | None = None) -> Model | None:
     """Undoes [`enable`] for the model given, which it returns; without a model undoes `enable()` for the process."""
     if model is None:
-        for name in HOSTED:
-            method = getattr(GenerationMixin, name)
-            setattr(GenerationMixin, name, getattr(method, "cactus_hf_stock", method))
+        for owner, name, _ in HOSTED:
+            method = getattr(owner, name)
+            setattr(owner, name, getattr(method, "cactus_hf_stock", method))
         return None
     inner = unwrapped(model)
     inner.__class__ = stock_class(type(inner))
@@ -235,8 +243,8 @@ class Host:
 
     @functools.cached_property
     def can_roll_back(self) -> bool:
-        """Whether states can be put back to an earlier token: so not for recurrent ones."""
-        if self.inner._is_stateful or not self.inner._supports_default_dynamic_cache():
+        """Whether states can be put back to an earlier token: there must be a cache, and not a recurrent one."""
+        if self.inner._is_stateful or not self.inner._supports_default_dynamic_cache() or not self.takes(CACHE_NAME):
             return False
         return all(getattr(type(layer), "is_croppable", False) is True for layer in self.fresh_cache().layers)
 
@@ -253,6 +261,13 @@ class Host:
         """Whether the model's forward pass has an argument of that name."""
         return name in inspect.signature(self.inner.forward).parameters
 
+    @functools.cached_property
+    def num_positions(self) -> int | None:
+        """Learned positions that the model has, if its positions are learned."""
+        tables = (m for name, m in self.inner.named_modules() if "pos" in name.split(".")[-1] or name.endswith("wpe"))
+        is_learned = any(isinstance(table, nn.Embedding) for table in tables)
+        return getattr(self.config, "max_position_embeddings", None) if is_learned else None
+
     def fresh_cache(self) -> Cache:
         return DynamicCache(config=self.config)
 
@@ -266,26 +281,3 @@ class Host:
             inputs = {"logits_to_keep": 1} | inputs
         outputs = self.inner._prefill(input_ids, generation_config, inputs)
         return widened(outputs.logits[:, -1]), outputs[self.cache_name]
-
-    def processor_of_row(self, processor: Any, row: int, num_rows: int, num_sequences: int) -> Any:
-        return processor_of_row(processor, row, num_rows, num_sequences)
-
-
-def processor_of_row(processor: Any, row: int, num_rows: int, num_sequences: int) -> Any:
-    """A logits processor that treats a batch of one as row `row` of `num_rows`."""
-    prompt = row // num_sequences
-    if type(processor) is hf.PrefixConstrainedLogitsProcessor:
-        allowed = processor._prefix_allowed_tokens_fn
-        return hf.PrefixConstrainedLogitsProcessor(lambda _, prefix: allowed(prompt, prefix), num_beams=1)
-    if type(processor) is hf.RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
-        processor = copy.copy(processor)
-        processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
-    elif type(processor) is hf.EncoderRepetitionPenaltyLogitsProcessor:
-        processor = copy.copy(processor)
-        processor.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
-    elif type(processor) is hf.EncoderNoRepeatNGramLogitsProcessor:
-        processor = copy.copy(processor)
-        processor.batch_size, processor.generated_ngrams = 1, processor.generated_ngrams[prompt : prompt + 1]
-    elif not type(processor).__module__.startswith("transformers.generation.") and num_rows > 1:
-        processor = copy.deepcopy(processor)  # what it remembers of one row is not for another
-    return processor

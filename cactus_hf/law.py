@@ -95,11 +95,16 @@ def emitted_divergence(
     return kl, tv
 
 
+def has_closed_form(rule: AcceptanceRule) -> bool:
+    """Whether [`emitted_law`] knows what the rule emits."""
+    return isinstance(rule, Cactus) or rule.shares_residual
+
+
 def _law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> Tensor:
     drafted = _draft_every_token(target_probs, draft_probs, rule.needs)
     if isinstance(rule, Cactus):
         return _cactus_law(target_probs, draft_probs, rule.raised_prob(drafted))
-    if not rule.shares_residual:
+    if not has_closed_form(rule):
         raise ValueError(
             f"There is no closed form for {type(rule).__name__}, as its residual may depend on the rejected token. "
             "If it does not, set the class attribute `shares_residual = True`."

@@ -1,8 +1,9 @@
 """From raw logits to the law tokens are drawn from: the user's logits processors, on blocks of positions.
 
 Target and draft go through the same processors, so that acceptance compares like with like. Processors that look at
-nothing but the logits run once on all rows of a block; the others run on the exact prefix of each row and position,
-in transformers' own layout, padding included.
+nothing but the logits run once on all rows of a block. The others run position by position on the exact prefixes, in
+transformers' own layout: the whole batch of R rows, padding included, so that a processor finds each row where plain
+decoding would show it. Rows of one length share a call.
 """
 
 from __future__ import annotations
@@ -38,39 +39,39 @@ class BlockProcessor:
 
     Args:
         processors (list of `LogitsProcessor`): as transformers prepared them, in order.
-        num_rows (`int`): rows of the batch, R.
-        for_row (`Callable`): gives, for a processor and a row, one that treats a batch of one as that row.
     """
 
-    def __init__(self, processors: Sequence[Processor], num_rows: int, for_row: Callable[[Processor, int], Processor]):
+    def __init__(self, processors: Sequence[Processor]):
         self.processors = list(processors)
-        self.by_row = {
-            index: [for_row(processor, row) for row in range(num_rows)]
-            for index, processor in enumerate(self.processors)
-            if type(processor) not in CONTEXT_FREE
-        }
 
     def for_draft(self) -> BlockProcessor:
         """The same settings for the draft, which must not disturb what the target's processors remember."""
-        twin = copy.copy(self)
-        twin.by_row = {index: copy.deepcopy(rows) for index, rows in self.by_row.items()}
-        return twin
+        return BlockProcessor([copy.deepcopy(processor) for processor in self.processors])
 
     def __call__(self, logits: Tensor, sequences: Sequences, offset: int = 0) -> Tensor:
         """Process `logits` [B, T, V], whose first position predicts the column `offset` behind the committed ones."""
-        for index, processor in enumerate(self.processors):
-            if index in self.by_row:
-                logits = _on_prefixes(self.by_row[index], logits, sequences, offset)
-            else:
+        for processor in self.processors:
+            if type(processor) in CONTEXT_FREE:
                 logits = processor(sequences.tokens, logits.flatten(0, 1)).view_as(logits)
+            else:
+                logits = _on_prefixes(processor, logits, sequences, offset)
         return logits
 
 
-def _on_prefixes(by_row: list[Processor], logits: Tensor, sequences: Sequences, offset: int) -> Tensor:
+def _on_prefixes(processor: Processor, logits: Tensor, sequences: Sequences, offset: int) -> Tensor:
     processed = torch.empty_like(logits)
-    for b, row in enumerate(sequences.rows.tolist()):
+    for length, index in sequences.by_length():
+        rows = sequences.row_index[index.to(logits.device)]
         for t in range(logits.shape[1]):
-            processed[b, t] = by_row[row](sequences.prefix(b, offset + t), logits[b, t][None])[0]
+            scores = logits.new_zeros(len(sequences.tokens), logits.shape[2])
+            scores[rows] = logits[index, t]
+            result = processor(sequences.tokens[:, : length + offset + t], scores)
+            if result.shape != scores.shape:
+                raise ValueError(
+                    f"The logits processor {type(processor).__name__} was given scores of shape {list(scores.shape)} "
+                    f"and returned {list(result.shape)}: it must keep the shape."
+                )
+            processed[index, t] = result[rows]
     return processed
 
 

@@ -6,6 +6,8 @@ but keeps its place here. Drafts are written behind the committed tokens, where 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -22,11 +24,10 @@ class Sequences:
 
     def __init__(self, prompt: Tensor, padding: Tensor, max_length: int, pad_token_id: int):
         num_rows, self.prompt_length = prompt.shape
-        # Twice the new tokens, as rows near their end are filled up with as many drafts as the others have
-        self.tokens = prompt.new_full((num_rows, 2 * max_length - self.prompt_length), pad_token_id)
-        self.tokens[:, : self.prompt_length] = prompt
+        self.pad_token_id = pad_token_id
+        self.tokens = prompt.long()
         self.text = self.tokens.cpu().clone()  # the committed tokens, as the host knows them
-        self.padding, self.max_length, self.pad_token_id = padding, max_length, pad_token_id
+        self.padding, self.max_length = padding, max_length
         self.length = torch.full((num_rows,), self.prompt_length)  # committed columns [R], on the CPU
         self._activate(torch.arange(num_rows))
 
@@ -59,15 +60,25 @@ class Sequences:
         columns = self.column[:, None] + torch.arange(offset, offset + count, device=self.column.device)
         return self.tokens[self.row_index[:, None], columns]
 
+    def by_length(self) -> Iterator[tuple[int, Tensor]]:
+        """Committed lengths of the active rows, each with the numbers of the rows (on the CPU) that have it."""
+        length = self.length[self.rows]
+        for each in length.unique().tolist():
+            yield each, (length == each).nonzero()[:, 0]
+
     def write(self, offset: int, tokens: Tensor) -> None:
         """Put `tokens` [B, count] `offset` columns behind the next one, uncommitted."""
+        self._reserve(int(self.length[self.rows].max()) + offset + tokens.shape[1])
         columns = self.column[:, None] + torch.arange(offset, offset + tokens.shape[1], device=self.column.device)
         self.tokens[self.row_index[:, None], columns] = tokens
 
-    def prefix(self, index: int, extra: int) -> Tensor:
-        """[1, columns]: all of active row `index` up to `extra` uncommitted columns."""
-        row = int(self.rows[index])
-        return self.tokens[row : row + 1, : int(self.length[row]) + extra]
+    def _reserve(self, num_columns: int) -> None:
+        missing = num_columns - self.tokens.shape[1]
+        if missing > 0:  # by half as much again, so that copying costs O(1) a token
+            more = (0, max(missing, self.tokens.shape[1] // 2))
+            self.tokens, self.text = (
+                torch.nn.functional.pad(tokens, more, value=self.pad_token_id) for tokens in (self.tokens, self.text)
+            )
 
     def commit(self, block: Tensor, count: Tensor) -> None:
         """Keep the first `count` [B] of the tokens `block` [B, T] (both on the CPU) that were written at offset 0."""

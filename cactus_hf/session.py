@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,11 +19,22 @@ from .prompt_lookup import PromptLookup
 from .randomness import NoUniforms, make_uniforms
 from .sequences import Sequences
 from .stopping import Stopping
-from .validation import check_batch, check_cache, check_inputs, check_positions, check_processors, left_padding
+from .validation import (
+    check_batch,
+    check_cache,
+    check_inputs,
+    check_measurable,
+    check_positions,
+    check_processors,
+    left_padding,
+)
 
 
 if TYPE_CHECKING:
     from .generation import Host
+
+
+MOST_COLUMNS = 2**31  # a `max_length` beyond it means "no limit", and need not fit an int64
 
 
 def speculate(
@@ -44,31 +54,31 @@ def speculate(
 
     The arguments are those of transformers' decoding methods, as `generate()` prepared them.
     """
+    input_ids = input_ids.long()
     num_rows, prompt_length = input_ids.shape
     num_sequences = config.num_return_sequences or 1
     do_sample = bool(config.do_sample)
 
+    hosts = {"target": target} | ({} if draft is None else {"draft": draft})
     check_inputs(inputs, input_ids, streamer, synced_gpus)
     check_cache(inputs.get(target.cache_name), config)
     check_processors(processors)
-    check_batch(target, draft, num_rows)
+    if options.speculation_kl:
+        check_measurable(options.rule)
     padding = left_padding(inputs.get("attention_mask"), num_rows)
     check_positions(inputs.get("position_ids"), padding, prompt_length)
+    stopping = Stopping(criteria, input_ids.device)
+    max_length = min(config.max_length, stopping.max_length or config.max_length, MOST_COLUMNS)
+    check_batch(hosts, prompt_length - padding, max_length - int(padding.min()))
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
     length = _draft_length(draft, options, config)
 
-    stopping = Stopping(criteria, input_ids.device)
-    max_length = min(config.max_length, stopping.max_length or config.max_length)
     sequences = Sequences(input_ids, padding, max_length, pad_token_id(config))
-    block_processor = BlockProcessor(
-        processors,
-        num_rows,
-        functools.partial(target.processor_of_row, num_rows=num_rows, num_sequences=num_sequences),
-    )
+    block_processor = BlockProcessor(processors)
     is_returned = bool(config.return_dict_in_generate)
     is_cache_returned = is_returned or target.is_users(inputs.get(target.cache_name))
-    recorder = counters.Recorder(num_rows, max_length - prompt_length, options.speculation_kl)
+    recorder = counters.Recorder(num_rows, options.speculation_kl)
 
     first_logits, target_model = _prefilled(target, input_ids, padding, config, inputs, is_cache_returned)
     source = _source(draft, first_logits.shape[-1], length, block_processor, input_ids, padding, config, inputs)
@@ -158,7 +168,7 @@ def _prefilled(
     logits, cache = host.prefill(input_ids, config, inputs | {host.cache_name: cache, "use_cache": True})
     if not is_ragged:
         return logits, CroppedModel(host, cache, inputs.get("attention_mask"), int(padding[0]), num_columns)
-    model = RaggedModel(host, cache, padding, num_columns, config.max_length, is_returned)
+    model = RaggedModel(host, cache, padding, num_columns, min(config.max_length, MOST_COLUMNS), is_returned)
     if not host.is_tested and not model.is_faithful(input_ids[:, -1:], logits):
         raise ValueError(
             f"{host.name} does not give rows of different lengths the logits they have alone, so it can be verified "

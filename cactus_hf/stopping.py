@@ -15,7 +15,7 @@ class Stopping:
     """The stopping criteria of one `generate()` call, applied to every committed prefix.
 
     End-of-sequence ids are looked for on the device, lengths are bounded by `max_length`; all other criteria are asked
-    about each prefix of each row in turn, as plain decoding would ask them.
+    about each prefix in turn, as plain decoding would ask them: with the whole batch, cut at one length.
 
     Args:
         criteria (list of `StoppingCriteria`): as transformers prepared them.
@@ -46,11 +46,18 @@ class Stopping:
         if not self.others:
             return count, has_ended
         count, has_ended = count.clone(), has_ended.clone()
-        for b in range(len(count)):
-            for extra in range(1, int(count[b]) + 1):
-                prefix = sequences.prefix(b, extra)
-                # Every criterion is asked, as plain decoding would, also after one has said yes
-                if any([bool(torch.as_tensor(c(prefix, None)).any()) for c in self.others]):
-                    count[b], has_ended[b] = extra, True
-                    break
+        length, limit = sequences.length[sequences.rows], count.clone()
+        is_open = torch.ones_like(has_ended)
+        for columns in range(int(length.min()) + 1, int((length + limit).max()) + 1):
+            is_asked = is_open & (length < columns) & (columns <= length + limit)
+            if is_asked.any():
+                stops = self._ask(sequences.tokens[:, :columns])[sequences.rows] & is_asked
+                count = torch.where(stops, columns - length, count)
+                has_ended |= stops
+                is_open &= ~stops
         return count, has_ended
+
+    def _ask(self, prefixes: Tensor) -> Tensor:
+        """[R] on the CPU: whether any criterion stops a row of `prefixes` [R, columns]. Every one is asked."""
+        answers = [torch.as_tensor(criterion(prefixes, None)).cpu().bool() for criterion in self.others]
+        return torch.stack([answer.expand(len(prefixes)) for answer in answers]).any(0)

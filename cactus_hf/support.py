@@ -23,10 +23,23 @@ def takes_ready_masks(config: Any, attention: str) -> bool:
         attention (`str`): its attention implementation.
     """
     has_alibi = config.model_type in OWN_MASKS or getattr(config, "alibi", False)
-    return attention in RAGGED_ATTENTION and not has_alibi and not _has_shared_rope(config)
+    return attention in RAGGED_ATTENTION and not has_alibi
 
 
-def _has_shared_rope(config: Any) -> bool:
-    """Whether rotary frequencies follow the longest row of a batch, so that rows would influence one another."""
+def has_fixed_rope(config: Any, shortest: int, longest: int) -> bool:
+    """Whether rotary frequencies stay as they are while rows of at least `shortest` tokens grow to at most `longest`.
+
+    Dynamic scaling changes them with every token behind the original context, longrope once, when a text outgrows it:
+    then those of a block depend on where it and the other rows end, and nothing is like plain decoding any more.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
-    return any(r.get("rope_type") in ("dynamic", "longrope") for r in (rope, *rope.values()) if isinstance(r, dict))
+    scaled = [
+        r for r in (rope, *rope.values()) if isinstance(r, dict) and r.get("rope_type") in ("dynamic", "longrope")
+    ]
+    if not scaled:
+        return True
+    limits = [r.get("original_max_position_embeddings") for r in scaled]
+    original = getattr(config, "original_max_position_embeddings", None)
+    limit = next((each for each in (*limits, original) if each), config.max_position_embeddings)
+    is_beyond_it = shortest > limit and all(r["rope_type"] == "longrope" for r in scaled)
+    return longest <= limit or is_beyond_it

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 from transformers import generation as hf
 
+from . import support
+from .acceptance import AcceptanceRule
+from .law import has_closed_form
+
 
 if TYPE_CHECKING:
     from .generation import Host
@@ -48,8 +52,8 @@ def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
             "`acceptance_rule`. `output_scores` and `output_logits` are; for the others run the "
             "returned `sequences` through the model once."
         )
-    if config.use_cache is False:
-        raise ValueError("Speculative decoding rolls back a cache: `use_cache=False` cannot go with it. Leave it out.")
+    if (ngram := config.max_matching_ngram_size) is not None and (not isinstance(ngram, int) or ngram < 1):
+        raise ValueError(f"`max_matching_ngram_size` must be an integer of at least 1, got {ngram!r}.")
 
 
 def check_models(hosts: dict[str, Host], tokenizers: tuple[Any, Any]) -> None:
@@ -62,8 +66,9 @@ def check_models(hosts: dict[str, Host], tokenizers: tuple[Any, Any]) -> None:
             )
         if not host.can_roll_back:
             raise ValueError(
-                f"The {role}, {host.name}, keeps a recurrent state that cannot be rolled back to the last accepted "
-                "token: use a model whose layers are all attention."
+                f"The {role}, {host.name}, cannot be rolled back to the last accepted token: it keeps a recurrent "
+                "state, or has no key/value cache at all. Use a model whose layers are all attention "
+                "over such a cache."
             )
     if "draft" in hosts:
         _check_likeness(hosts["target"], hosts["draft"], tokenizers)
@@ -75,9 +80,9 @@ def _check_likeness(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> N
             f"The target is on {target.device} and the draft on {draft.device}: move the draft with "
             f'`assistant_model.to("{target.device}")`.'
         )
-    if any(tokenizers) and not all(tokenizers):
-        tokenizers = (None, None)  # a tokenizer alone is for stop strings
-    if all(tokenizers):
+    if tokenizers[1] is not None and tokenizers[0] is None:
+        raise ValueError("`assistant_tokenizer` is given without `tokenizer`: pass both, or neither.")
+    if tokenizers[1] is not None:  # the target's alone is for stop strings
         if tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
             raise ValueError(
                 "`tokenizer` and `assistant_tokenizer` have different vocabularies, which `cactus_delta` and "
@@ -91,14 +96,34 @@ def _check_likeness(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> N
         )
 
 
-def check_batch(target: Host, draft: Host | None, num_rows: int) -> None:
-    """Raises `ValueError` for batches of models that need a row each."""
-    for role, host in (("target", target), ("draft", draft)):
-        if num_rows > 1 and host is not None and not host.is_ragged:
+def check_batch(hosts: dict[str, Host], prompt_lengths: Tensor, longest: int) -> None:
+    """Raises `ValueError` for rows that a model cannot hold, together or one by one.
+
+    Args:
+        hosts (`dict`): "target" and, if there is one, "draft".
+        prompt_lengths (`torch.Tensor` of shape [R], on the CPU): tokens of each prompt.
+        longest (`int`): tokens that a row may come to have.
+    """
+    num_rows = len(prompt_lengths)
+    for role, host in hosts.items():
+        if num_rows > 1 and not host.is_ragged:
+            remedy = "Call `generate()` row by row."
+            if host.attention not in support.RAGGED_ATTENTION:
+                remedy += ' Or load it with `attn_implementation="sdpa"` or "eager".'
             raise ValueError(
                 f"The {role}, {host.name} with `attn_implementation={host.attention!r}`, can be verified one row at a "
-                f"time only, but there are {num_rows} rows: call `generate()` row by row, or, unless its attention is "
-                '"sdpa" or "eager" already, load it with one of these.'
+                f"time only, but there are {num_rows} rows. {remedy}"
+            )
+        if not support.has_fixed_rope(host.config, int(prompt_lengths.min()), longest):
+            raise ValueError(
+                f"The {role}, {host.name}, changes its rotary frequencies as a text outgrows the model's original "
+                f"context, so that drafts cannot be verified as plain decoding would go on, and a row may come to "
+                f"{longest} tokens here. Lower `max_new_tokens`."
+            )
+        if role == "draft" and host.num_positions is not None and longest > host.num_positions:
+            raise ValueError(
+                f"The draft, {host.name}, has {host.num_positions} positions, but a row may come to {longest} tokens. "
+                "Lower `max_new_tokens`, or take another draft."
             )
 
 
@@ -112,6 +137,14 @@ def check_inputs(inputs: dict[str, Any], input_ids: Tensor, streamer: Any, synce
             f"{', '.join(f'`{name}`' for name in others)} cannot be passed along with `cactus_delta` or "
             "`acceptance_rule` yet: only token ids and their attention mask can."
         )
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.shape != input_ids.shape:
+        raise ValueError(
+            f"`attention_mask` has the shape {list(mask.shape)}, but the prompts have {list(input_ids.shape)}: give "
+            "one value a token."
+        )
+    if len(input_ids) == 0:
+        raise ValueError("There are no rows: give at least one prompt.")
     if input_ids.shape[1] == 0:
         raise ValueError(
             "The prompt has no token ids: speculative decoding needs at least one, as the draft reads them too."
@@ -138,12 +171,25 @@ def check_cache(cache: Any, config: hf.GenerationConfig) -> None:
 
 
 def check_processors(processors: Any) -> None:
-    for processor in processors:
-        if isinstance(processor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    """Raises `ValueError` for processors that remember the texts they saw, rejected drafts included."""
+    for kind, option in (
+        (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, "guidance_scale"),
+        (hf.SynthIDTextWatermarkLogitsProcessor, "watermarking_config` with `SynthIDTextWatermarkingConfig"),
+    ):
+        if any(isinstance(processor, kind) for processor in processors):
             raise ValueError(
-                "`guidance_scale` keeps a cache of its own that cannot be rolled back with the drafts: leave it out, "
-                "or leave `cactus_delta` and `acceptance_rule` out."
+                f"`{option}` keeps a state of its own that cannot be rolled back with the drafts: leave it out, or "
+                "leave `cactus_delta` and `acceptance_rule` out."
             )
+
+
+def check_measurable(rule: AcceptanceRule) -> None:
+    """Raises `ValueError` for a rule whose emitted law is not known, where `speculation_kl` asks for it."""
+    if not has_closed_form(rule):
+        raise ValueError(
+            f"`speculation_kl=True` needs the law that {type(rule).__name__} emits, which is known only for rules "
+            "that set `shares_residual = True`. Leave it out."
+        )
 
 
 def left_padding(mask: Tensor | None, num_rows: int) -> Tensor:
@@ -167,7 +213,9 @@ def check_positions(position_ids: Tensor | None, padding: Tensor, length: int) -
     if position_ids is None:
         return
     expected = (torch.arange(length) - padding[:, None]).clamp_min(0)
-    if position_ids.dim() != 2 or (position_ids.cpu() != expected).any():
+    is_fitting = position_ids.dim() == 2 and position_ids.shape[1] == length
+    if not is_fitting or (position_ids.cpu() != expected).any():
         raise ValueError(
-            "`position_ids` must count the tokens of each row from 0: leave it out, and `generate()` will."
+            "`position_ids`, which are made from `attention_mask` if not given, must count the tokens of each row "
+            "from 0: leave them out, and give one `attention_mask` value for each token of the prompts."
         )

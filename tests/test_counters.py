@@ -24,7 +24,7 @@ def make_round(**changes) -> Round:
 
 
 def recorder() -> Recorder:
-    made = Recorder(2, 10, with_emitted=True)
+    made = Recorder(2, with_emitted=True)
     made.add_first(torch.tensor([1, 1]))
     return made
 
@@ -57,6 +57,19 @@ def test_nothing_behind_the_end_of_a_row_counts():
     assert stats.ball_kl_sum.tolist() == [1.0, 1.0]
 
 
+def test_what_was_not_verified_does_not_count_even_if_it_is_no_number():
+    made = recorder()
+    divergence = torch.ones(3, 2, 3, dtype=torch.float64)
+    divergence[:, 0, 2], divergence[:, 1, 2] = torch.nan, torch.inf
+    made.add(make_round(divergence=divergence))
+    assert made.stats().emitted_kl == 1.0
+
+
+def test_stats_can_be_compared():
+    stats = recorder().stats()
+    assert stats == stats and stats != recorder().stats()
+
+
 def test_a_row_that_has_left_gets_no_more():
     made = recorder()
     made.add(make_round())
@@ -67,12 +80,12 @@ def test_a_row_that_has_left_gets_no_more():
 
 
 def test_emitted_divergence_is_none_if_not_asked_for():
-    stats = Recorder(1, 5, with_emitted=False).stats()
+    stats = Recorder(1, with_emitted=False).stats()
     assert stats.emitted_kl is None and stats.emitted_tv is None and stats.ball_kl == 0.0
 
 
 def test_track_collects_calls_and_nests():
-    stats = Recorder(1, 5, with_emitted=False).stats()
+    stats = Recorder(1, with_emitted=False).stats()
     with cactus_hf.track() as outer:
         publish(stats)
         with cactus_hf.track() as inner:

@@ -157,6 +157,19 @@ class TestGreedy:
             draft = tiny.ARCHITECTURES["qwen2"].build(vocab=vocab, seed=0)
             assert_same(greedy(enabled(target), draft, prompts), plain(target, prompts))
 
+    def test_scaled_rope_up_to_the_original_context(self, enabled):
+        """Dynamic frequencies are fixed up to there; longrope's are so too behind it, if the prompts are behind it."""
+        target, draft = tiny.pair("llama_dynamic_rope", max_position_embeddings=64)
+        prompts = tiny.ragged_prompts()
+        assert_same(greedy(enabled(target), draft, prompts), plain(target, prompts))
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        original = {"original_max_position_embeddings": 16}
+        target = tiny.ARCHITECTURES["phi3"].build(rope_parameters=rope | original, **original)
+        draft, prompts = tiny.perturbed(target), tiny.ragged_prompts((20, 31, 17))
+        assert_same(greedy(enabled(target), draft, prompts), plain(target, prompts))
+        with pytest.raises(ValueError, match="target, Phi3ForCausalLM.*outgrows.*33 tokens.*max_new_tokens"):
+            greedy(target, draft, tiny.ragged_prompts((9,)))
+
     def test_up_to_the_last_learned_position(self, enabled):
         """Rows near their end are filled up to the others' drafts, which must not ask for positions
         that do not exist.

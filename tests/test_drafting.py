@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from cactus_hf.drafting import DraftModel, known
-from cactus_hf.generation import processor_of_row
 from cactus_hf.logits import BlockProcessor
 from cactus_hf.sequences import Sequences
 
@@ -28,8 +25,7 @@ class Successor:
 
 
 def make(model: Successor, target_size: int = 20, do_sample: bool = True, threshold: float = 0.0) -> DraftModel:
-    processors = BlockProcessor([], 2, functools.partial(processor_of_row, num_rows=2, num_sequences=1))
-    return DraftModel(model, processors, (target_size, model.vocab), do_sample, threshold)
+    return DraftModel(model, BlockProcessor([]), (target_size, model.vocab), do_sample, threshold)
 
 
 def sequences() -> Sequences:

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LogitsProcessorList, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, StoppingCriteriaList, pipeline
 
 import cactus_hf
 import tiny
@@ -93,14 +93,24 @@ class TestEnableForTheProcess:
         return model.generate(**prompts, assistant_model=draft, cactus_delta=0.5, **SAMPLE)
 
     def test_every_model_takes_our_keywords_until_it_is_undone(self):
-        before = {name: vars(GenerationMixin)[name] for name in cactus_hf.generation.HOSTED}
+        def hosted():
+            return [vars(owner)[name] for owner, name, _ in cactus_hf.generation.HOSTED]
+
+        before = hosted()
         assert cactus_hf.enable() is None and cactus_hf.enable() is None
         for name in ("llama", "qwen3"):
             assert self.call(*tiny.pair(name)).shape == (4, 29)
         cactus_hf.disable()
-        assert {name: vars(GenerationMixin)[name] for name in before} == before
+        assert hosted() == before
         with pytest.raises(ValueError, match="cactus_delta"):
             self.call(*tiny.pair("llama"))
+
+    def test_a_delta_survives_saving(self, tmp_path):
+        model = copy.deepcopy(tiny.model("llama"))
+        model.generation_config.cactus_delta = 0.5
+        cactus_hf.enable()
+        model.save_pretrained(tmp_path)
+        assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.cactus_delta == 0.5
 
     def test_goes_together_with_a_model_that_is_enabled_itself(self, pair):
         alone = seeded(lambda: self.call(*pair))
@@ -159,6 +169,21 @@ class TestStockCalls:
         assert torch.equal(
             seeded(lambda: target.generate(**call)), seeded(lambda: tiny.model("llama").generate(**call))
         )
+
+    def test_ensemble_weight_in_the_call_goes_before_a_delta_in_the_config(self, pair):
+        target, draft = pair
+        call = {
+            "input_ids": torch.tensor([[5, 6, 7]]),
+            "assistant_model": draft,
+            "assistant_ensemble_weight": 0.5,
+            **SAMPLE,
+        }
+        stock = seeded(lambda: target.generate(**call))
+        target.generation_config.cactus_delta = 5.0
+        assert torch.equal(seeded(lambda: target.generate(**call)), stock)
+        target.generation_config.assistant_ensemble_weight = 0.5
+        with pytest.raises(ValueError, match="cactus_delta.*assistant_ensemble_weight.*one of them"):
+            target.generate(**call)
 
     def test_an_enabled_model_can_be_the_draft_of_stock_generation(self, pair):
         target, draft = pair
@@ -292,6 +317,45 @@ class TestProcessorsPerRow:
         call = {**prompts.inputs, **SAMPLE, "do_sample": False, "max_new_tokens": 20, **options}
         plain = target.generate(**call)
         assert torch.equal(target.generate(**call, assistant_model=draft, cactus_delta=1.0), plain)
+
+
+class TestInputs:
+    def test_what_users_hold_for_each_row_meets_that_row(self, pair):
+        """Processors and criteria with a tensor [R] or [R, V] of their own, in a batch whose rows part at once."""
+        target, draft = pair
+        prompts = tiny.ragged_prompts((6, 6, 6))
+        bias, limits = 5 * torch.randn(3, tiny.VOCAB), torch.tensor([2, 5, 9])
+        options = {
+            "logits_processor": LogitsProcessorList([lambda ids, scores: scores + bias]),
+            "stopping_criteria": StoppingCriteriaList([lambda ids, scores, **_: ids.shape[1] - 6 >= limits]),
+        }
+        call = {**prompts.inputs, **SAMPLE, "do_sample": False}
+        plain = target.generate(**call, logits_processor=options["logits_processor"])
+        ours = target.generate(**call, **options, assistant_model=draft, cactus_delta=1.0)
+        for row, limit in enumerate(limits.tolist()):
+            assert ours[row, : 6 + limit].tolist() == plain[row, : 6 + limit].tolist()
+            assert (ours[row, 6 + limit :] == tiny.PAD).all()
+
+    def test_integers_of_other_widths_and_no_limit(self, pair):
+        target, draft = pair
+        prompts = tiny.ragged_prompts()
+        call = {**SAMPLE, "do_sample": False, "assistant_model": draft, "cactus_delta": 1.0}
+        expected = target.generate(**prompts.inputs, **call)
+        assert torch.equal(
+            target.generate(prompts.input_ids.int(), attention_mask=prompts.attention_mask, **call), expected
+        )
+        end = int(expected[0, -1])
+        endless = call | {"max_new_tokens": None, "max_length": int(1e30), "eos_token_id": end}
+        row = prompts.row(0)
+        assert target.generate(**row.inputs, **endless)[0, -1] == end
+
+    def test_a_checkpoint_that_turns_its_cache_off(self, pair):
+        target, draft = pair
+        target.generation_config.use_cache = False
+        call = {**tiny.ragged_prompts().inputs, **SAMPLE, "do_sample": False}
+        plain = target.generate(**call)
+        assert torch.equal(target.generate(**call, assistant_model=draft, cactus_delta=1.0), plain)
+        assert target.generation_config.use_cache is False
 
 
 class TestPipeline:

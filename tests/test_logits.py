@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from transformers import (
@@ -12,7 +10,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cactus_hf.generation import processor_of_row
 from cactus_hf.logits import BlockProcessor, fit_vocabulary
 from cactus_hf.sequences import Sequences
 
@@ -23,19 +20,15 @@ def sequences() -> Sequences:
     return rows
 
 
-def block_processor(processors, rows: int = 2) -> BlockProcessor:
-    return BlockProcessor(processors, rows, functools.partial(processor_of_row, num_rows=rows, num_sequences=1))
-
-
 def expected(processors, rows: Sequences, logits: torch.Tensor) -> torch.Tensor:
     """Position by position on the exact prefix, as plain decoding would."""
     result = logits.clone()
-    for b in range(logits.shape[0]):
+    for b, row in enumerate(rows.rows.tolist()):
         for t in range(logits.shape[1]):
-            row = logits[b, t][None].clone()
+            scores = logits[b, t][None].clone()
             for processor in processors:
-                row = processor(rows.prefix(b, t), row)
-            result[b, t] = row[0]
+                scores = processor(rows.tokens[row : row + 1, : int(rows.length[row]) + t], scores)
+            result[b, t] = scores[0]
     return result
 
 
@@ -48,21 +41,42 @@ def expected(processors, rows: Sequences, logits: torch.Tensor) -> torch.Tensor:
         [RepetitionPenaltyLogitsProcessor(1.5)],
         [RepetitionPenaltyLogitsProcessor(1.5), TemperatureLogitsWarper(2.0)],
         [TemperatureLogitsWarper(2.0), RepetitionPenaltyLogitsProcessor(1.5), TopKLogitsWarper(3)],
-        [lambda ids, scores: scores + ids.sum()],
+        [lambda ids, scores: scores + ids.sum(1, keepdim=True)],
     ),
     ids=lambda processors: "-".join(type(p).__name__ for p in processors),
 )
 def test_a_block_is_processed_as_its_positions_one_by_one(processors):
     rows, logits = sequences(), torch.randn(2, 3, 13)
-    processed = block_processor(processors)(logits.clone(), rows)
+    processed = BlockProcessor(processors)(logits.clone(), rows)
     torch.testing.assert_close(processed, expected(processors, rows, logits))
 
 
+def test_rows_of_different_lengths_keep_to_their_own_prefixes():
+    rows, logits = sequences(), torch.randn(2, 2, 13)
+    rows.commit(torch.tensor([[8, 9], [10, 11]]), torch.tensor([1, 2]))
+    rows.write(0, torch.tensor([[5, 6], [7, 8]]))
+    processors = [RepetitionPenaltyLogitsProcessor(1.5), lambda ids, scores: scores + ids.sum(1, keepdim=True)]
+    torch.testing.assert_close(BlockProcessor(processors)(logits.clone(), rows), expected(processors, rows, logits))
+
+
 def test_an_offset_moves_the_prefix():
-    rows = sequences()
     seen = []
-    block_processor([lambda ids, scores: seen.append(ids.tolist()) or scores])(torch.randn(2, 1, 13), rows, offset=1)
-    assert seen == [[[0, 3, 4, 8]], [[5, 6, 7, 10]]]
+    BlockProcessor([lambda ids, scores: seen.append(ids.tolist()) or scores])(torch.randn(2, 1, 13), sequences(), 1)
+    assert seen == [[[0, 3, 4, 8], [5, 6, 7, 10]]]
+
+
+def test_a_processor_finds_its_rows_where_they_were_after_others_have_left():
+    bias = torch.randn(3, 13)
+    rows = Sequences(torch.tensor([[1], [2], [3]]), torch.zeros(3).long(), 9, 0)
+    rows.keep(torch.tensor([0, 2]))
+    logits = torch.randn(2, 2, 13)
+    processed = BlockProcessor([lambda ids, scores: scores + bias])(logits.clone(), rows)
+    torch.testing.assert_close(processed, logits + bias[[0, 2], None])
+
+
+def test_a_processor_must_keep_the_shape():
+    with pytest.raises(ValueError, match="returned.*keep the shape"):
+        BlockProcessor([lambda ids, scores: scores[:, :5]])(torch.randn(2, 1, 13), sequences())
 
 
 class Counting:
@@ -76,17 +90,11 @@ class Counting:
 
 def test_the_draft_has_copies_of_what_remembers():
     processor = Counting()
-    target = block_processor([processor], rows=1)
-    rows = Sequences(torch.tensor([[1, 2]]), torch.tensor([0]), 5, 0)
-    target.for_draft()(torch.randn(1, 1, 13), rows)
+    target = BlockProcessor([processor])
+    target.for_draft()(torch.randn(2, 1, 13), sequences())
     assert processor.calls == 0
-    target(torch.randn(1, 1, 13), rows)
+    target(torch.randn(2, 1, 13), sequences())
     assert processor.calls == 1
-
-
-def test_rows_do_not_share_what_a_processor_remembers():
-    processors = block_processor([Counting()]).by_row[0]
-    assert processors[0] is not processors[1]
 
 
 def test_other_vocabularies():

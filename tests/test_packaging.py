@@ -55,6 +55,12 @@ def test_public_names_can_be_imported_and_are_documented():
     assert promised <= set(cactus_hf.__all__)
 
 
+def test_submodules_are_there_without_an_import_of_their_own():
+    code = "import cactus_hf; cactus_hf.embedded.load_pair; cactus_hf.law.emitted_law; cactus_hf.nothing"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stderr.strip().endswith("AttributeError: module 'cactus_hf' has no attribute 'nothing'")
+
+
 def test_no_module_takes_the_place_of_a_public_name():
     """Importing a submodule sets an attribute of the package, which would hide a function of the same name."""
     assert not set(cactus_hf.__all__) & {path.stem for path in (ROOT / "cactus_hf").iterdir()}

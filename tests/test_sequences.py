@@ -18,7 +18,7 @@ def test_rows_grow_at_their_own_speed():
     assert rows.output().tolist() == [[0, 0, 5, 10, 0, 0], [6, 7, 8, 20, 21, 22]]
     assert rows.remaining().tolist() == [3, 1]
     assert rows.slots().tolist() == [2, 6] and rows.position().tolist() == [2, 6]
-    assert rows.read(-1, 2).tolist() == [[10, 11], [22, 0]]
+    assert rows.read(-1, 1).tolist() == [[10], [22]]
 
 
 def test_positions_do_not_count_padding():
@@ -27,11 +27,23 @@ def test_positions_do_not_count_padding():
     assert rows.slots(-1).tolist() == [0, 2]
 
 
-def test_prefixes_keep_the_padding():
+def test_rows_of_one_length_go_together():
     rows = make()
+    assert [(length, index.tolist()) for length, index in rows.by_length()] == [(3, [0, 1])]
     rows.write(0, torch.tensor([[10, 11], [20, 21]]))
-    assert rows.prefix(0, 1).tolist() == [[0, 0, 5, 10]]
-    assert rows.prefix(1, 2).tolist() == [[6, 7, 8, 20, 21]]
+    rows.commit(torch.tensor([[10, 11], [20, 21]]), torch.tensor([2, 1]))
+    assert [(length, index.tolist()) for length, index in rows.by_length()] == [(4, [1]), (5, [0])]
+
+
+def test_room_is_made_as_it_is_needed():
+    rows = Sequences(torch.tensor([[1]]), torch.tensor([0]), max_length=2**31, pad_token_id=0)
+    sizes = set()
+    for step in range(300):
+        rows.write(0, torch.tensor([[step]]))
+        rows.commit(torch.tensor([[step]]), torch.tensor([1]))
+        sizes.add(rows.tokens.shape[1])
+    assert rows.output()[0, 1:].tolist() == list(range(300)) == rows.text[0, 1:301].tolist()
+    assert len(sizes) < 20 and max(sizes) < 460
 
 
 def test_rows_that_left_stay_in_the_output():
@@ -42,7 +54,6 @@ def test_rows_that_left_stay_in_the_output():
     rows.write(0, torch.tensor([[21, 22]]))
     rows.commit(torch.tensor([[21, 22]]), torch.tensor([2]))
     assert rows.rows.tolist() == [1] and rows.num_active == 1
-    assert rows.prefix(0, 0).tolist() == [[6, 7, 8, 20, 21, 22]]
     assert rows.output().tolist() == [[0, 0, 5, 10, 0, 0], [6, 7, 8, 20, 21, 22]]
 
 

@@ -31,19 +31,41 @@ def test_length_and_other_criteria_are_told_apart():
 
 class Stops(StoppingCriteria):
     def __init__(self, token: int):
-        self.token, self.prefixes = token, []
+        self.token, self.lengths = token, []
 
     def __call__(self, input_ids, scores, **kwargs):
-        self.prefixes.append(input_ids[0].tolist())
+        self.lengths.append(input_ids.shape[1])
         return input_ids[:, -1] == self.token
 
 
+def rows_of_different_lengths() -> Sequences:
+    rows = Sequences(torch.tensor([[3], [4], [5]]), torch.zeros(3).long(), 9, 0)
+    rows.write(0, torch.tensor([[5], [6], [7]]))
+    rows.commit(torch.tensor([[5], [6], [7]]), torch.tensor([0, 1, 0]))
+    rows.write(0, torch.tensor([[5, 8, 5], [8, 5, 5], [5, 5, 5]]))
+    return rows
+
+
 def test_other_criteria_see_every_committed_prefix_up_to_the_stop():
-    rows = Sequences(torch.tensor([[3], [4]]), torch.tensor([0, 0]), 9, 0)
-    rows.write(0, torch.tensor([[5, 8, 5], [8, 5, 5]]))
     criterion = Stops(8)
     count, has_ended = Stopping([criterion], CPU).cut_by_criteria(
-        rows, torch.tensor([3, 1]), torch.tensor([False, False])
+        rows_of_different_lengths(), torch.tensor([3, 1, 2]), torch.tensor([False] * 3)
     )
-    assert count.tolist() == [2, 1] and has_ended.tolist() == [True, True]
-    assert criterion.prefixes == [[3, 5], [3, 5, 8], [4, 8]]
+    assert count.tolist() == [2, 1, 2] and has_ended.tolist() == [True, True, False]
+    assert criterion.lengths == [2, 3], "no row has more left to ask about"
+
+
+def test_a_criterion_may_treat_rows_differently_or_all_alike():
+    class OwnLimits(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return input_ids.shape[1] >= torch.tensor([3, 9, 2])
+
+    class AtThree(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return input_ids.shape[1] >= 3
+
+    for criterion, expected in ((OwnLimits(), [2, 3, 1]), (AtThree(), [2, 1, 2])):
+        count, _ = Stopping([criterion], CPU).cut_by_criteria(
+            rows_of_different_lengths(), torch.tensor([3, 3, 3]), torch.tensor([False] * 3)
+        )
+        assert count.tolist() == expected

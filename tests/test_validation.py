@@ -7,11 +7,29 @@ import types
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, StaticCache
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    StaticCache,
+    SynthIDTextWatermarkingConfig,
+)
 
 import cactus_hf
 import tiny
 from cactus_hf.validation import check_models, check_positions, left_padding
+
+
+SYNTH_ID = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 5, 9, 11])
+
+
+class OwnRule(cactus_hf.AcceptanceRule):
+    def accept(self, drafted):
+        return torch.ones_like(drafted.target_prob)
+
+    def residual(self, target_probs, draft_probs, drafted):
+        return target_probs
 
 
 @pytest.fixture
@@ -70,6 +88,13 @@ def call(target, draft, **options):
         ({"cactus_delta": 1.0, "use_cache": False}, "use_cache"),
         ({"cactus_delta": 1.0, "guidance_scale": 2.0}, "guidance_scale"),
         ({"cactus_delta": 1.0, "cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"cactus_delta": 1.0, "speculation_kl": "no"}, "speculation_kl.*True or False"),
+        ({"cactus_delta": 1.0, "watermarking_config": SYNTH_ID}, "SynthID"),
+        ({"cactus_delta": 1.0, "attention_mask": torch.ones(4, 9, dtype=torch.long)}, "attention_mask.*each token"),
+        ({"cactus_delta": 1.0, "attention_mask": torch.eye(4, dtype=torch.long)}, "4, 4.*4, 17"),
+        ({"cactus_delta": 1.0, "assistant_tokenizer": tiny.word_tokenizer()}, "assistant_tokenizer.*without.*both"),
+        ({"cactus_delta": 1.0, "assistant_confidence_threshold": "x"}, "between 0 and 1.*x"),
+        ({"acceptance_rule": OwnRule(), "speculation_kl": True}, "speculation_kl.*OwnRule.*shares_residual"),
         ({"cactus_delta": 1.0, "num_assistant_tokens": 0}, "num_assistant_tokens.*at least 1"),
         ({"cactus_delta": 1.0, "num_assistant_tokens": 2.5}, "num_assistant_tokens.*integer"),
         ({"cactus_delta": 1.0, "num_assistant_tokens_schedule": "clever"}, "constant.*heuristic.*clever"),
@@ -131,7 +156,7 @@ def test_recurrent_states(pair, name, role, rows):
         call(target, models["draft"], cactus_delta=1.0, **tiny.ragged_prompts((3, 5)[:rows]).inputs)
 
 
-@pytest.mark.parametrize("name", ("bloom", "falcon_alibi", "llama_dynamic_rope"))
+@pytest.mark.parametrize("name", ("bloom", "falcon_alibi"))
 def test_models_that_take_one_row_at_a_time(name):
     target = cactus_hf.enable(copy.deepcopy(tiny.model(name)))
     with pytest.raises(ValueError, match="one row at a time.*row by row"):
@@ -143,6 +168,30 @@ def test_attention_without_ready_made_masks(pair, attention):
     pair[0].config._attn_implementation = attention
     with pytest.raises(ValueError, match=f"{attention}.*sdpa"):
         call(*pair, cactus_delta=1.0)
+
+
+def test_a_model_without_a_cache(pair):
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=4)).eval()
+    with pytest.raises(ValueError, match="draft, OpenAIGPTLMHeadModel.*no key/value cache"):
+        call(pair[0], model, cactus_delta=1.0)
+
+
+def test_a_draft_with_too_few_positions(pair):
+    draft = tiny.ARCHITECTURES["gpt2"].build(n_positions=48)
+    with pytest.raises(ValueError, match="48 positions.*77 tokens.*max_new_tokens"):
+        call(pair[0], draft, cactus_delta=1.0, max_new_tokens=60)
+
+
+def test_no_rows(pair):
+    empty = {"input_ids": torch.zeros(0, 3, dtype=torch.long), "attention_mask": torch.zeros(0, 3, dtype=torch.long)}
+    with pytest.raises(ValueError, match="no rows"):
+        call(*pair, cactus_delta=1.0, **empty)
+
+
+def test_scaled_rope_beyond_the_original_context(pair):
+    target = cactus_hf.enable(copy.deepcopy(tiny.model("llama_dynamic_rope")))
+    with pytest.raises(ValueError, match="rotary frequencies.*22 tokens"):
+        call(target, pair[1], cactus_delta=1.0)
 
 
 def test_encoder_decoder_models(pair):
