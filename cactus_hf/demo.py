@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 PROMPT = "Explain in a few sentences why the sky is blue."
-DELTA = 0.25  # nats
-NUM_ASSISTANT_TOKENS = 5
+DELTA = 0.05  # nats
+NUM_ASSISTANT_TOKENS = 3
 MAX_NEW_TOKENS = 96
 
 

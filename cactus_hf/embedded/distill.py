@@ -1,12 +1,13 @@
-"""Command that makes a draft for a Llama-family target: `cactus-hf distill sample | train | evaluate`.
+"""Command that makes a draft for a Llama-family target: `cactus-hf distill sample | train | average | evaluate`.
 
-`sample` lets the target write conversations, `train` trains a few of its layers on them, `evaluate` measures how often
-the target would keep the draft's tokens. The defaults, run on SmolLM2-135M-Instruct, made the draft that ships with
-this package:
+`sample` lets the target write conversations, `train` trains a few of its layers on them, `average` joins runs that went
+on separately, `evaluate` measures how often the target would keep the draft's tokens:
 
-    cactus-hf distill sample --data shards --tokens 1000000 --prompts gsm8k_train.jsonl
-    cactus-hf distill train --data shards --out draft.safetensors
-    cactus-hf distill evaluate --draft draft.safetensors --prompts questions.jsonl
+    cactus-hf distill sample --data shards --prompts gsm8k_train.jsonl
+    cactus-hf distill train --data shards --out one.safetensors
+    cactus-hf distill evaluate --draft one.safetensors --prompts questions.jsonl
+
+DRAFT_HISTORY
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -23,110 +23,55 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .draft import SHIPPED_DRAFT, load_draft, save_draft, trained_parts
+from .draft import SHIPPED_DRAFT, average_drafts, load_draft, save_draft, trained_parts
 from .evaluation import acceptance, sample_answers
+from .options import add_options, read_options
 from .pair import load_target
-from .self_prompting import SelfPrompting, Template
+from .self_prompting import SamplingConfig, SelfPrompting, Template
 from .shards import rank_ids, read_shard, write_shard
 from .training import Stream, Trainer, TrainingConfig, dev_acceptance, start_draft
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the three steps and their options to `parser`."""
-    steps = parser.add_subparsers(dest="step", required=True, metavar="{sample,train,evaluate}")
+    """Adds the steps and their options to `parser`."""
+    steps = parser.add_subparsers(dest="step", required=True, metavar="{sample,train,average,evaluate}")
+    prompts = "JSON lines with `prompt`, `question` or `turns` (the first counts)"
+    shown = " (default: %(default)s)"
 
     sample = steps.add_parser("sample", help="let the target write conversations to train on")
-    sample.add_argument(
-        "--data",
-        type=Path,
-        required=True,
-        help="folder for the shards; finished ones are kept, so a stopped run goes on",
-    )
-    sample.add_argument(
-        "--tokens",
-        type=int,
-        default=1_000_000,
-        help="stop when the folder holds so many tokens (default: %(default)s)",
-    )
-    sample.add_argument(
-        "--prompts",
-        type=Path,
-        help="JSON lines with `prompt`, `question` or `turns`; without it all questions are the target's own",
-    )
-    sample.add_argument(
-        "--given-share",
-        type=float,
-        default=0.15,
-        help="share of conversations that take a given prompt (default: %(default)s)",
-    )
-    sample.add_argument(
-        "--opening-share",
-        type=float,
-        default=0.5,
-        help="share whose question starts from a given word (default: %(default)s)",
-    )
-    sample.add_argument("--temperature", type=float, default=0.7, help="of the answers (default: %(default)s)")
-    sample.add_argument(
-        "--question-temperature", type=float, default=0.8, help="of the target's own questions (default: %(default)s)"
-    )
-    sample.add_argument("--answer-len", type=int, default=128, help="most tokens of an answer (default: %(default)s)")
-    sample.add_argument(
-        "--question-len", type=int, default=160, help="most tokens of a question (default: %(default)s)"
-    )
-    sample.add_argument("--batch", type=int, default=128, help="rows sampled together (default: %(default)s)")
-    sample.add_argument(
-        "--slots", type=int, default=320, help="cache slots of a wave; one shard is one wave (default: %(default)s)"
-    )
-    sample.add_argument(
-        "--first", type=int, default=0, help="number and seed of the first shard (default: %(default)s)"
-    )
-    sample.add_argument(
-        "--stride", type=int, default=1, help="step between shard numbers, to share a folder among processes"
-    )
+    add = sample.add_argument
+    add("--data", type=Path, required=True, help="folder for the shards; finished ones are kept")
+    add("--tokens", type=int, default=1_000_000, help="stop when the folder holds so many tokens" + shown)
+    add("--prompts", type=Path, help=prompts)
+    add("--first", type=int, default=0, help="number and seed of the first shard" + shown)
+    add("--stride", type=int, default=1, help="step between shard numbers, to share a folder among processes" + shown)
+    add_options(sample, SamplingConfig)
 
     learn = steps.add_parser("train", help="train a draft on them")
-    learn.add_argument(
-        "--data", type=Path, required=True, help="folder written by `sample`, which may still be running"
-    )
-    learn.add_argument(
-        "--out", type=Path, required=True, help="file to write; the state to go on from is kept beside it"
-    )
-    learn.add_argument(
-        "--kept-ids", type=int, default=8192, help="token ids in the draft's head (default: %(default)s)"
-    )
-    learn.add_argument(
-        "--dev-conversations",
-        type=int,
-        default=32,
-        help="conversations of the first shard held out for progress figures",
-    )
-    learn.add_argument("--report-seconds", type=float, default=300, help="seconds between them (default: %(default)s)")
-    for option in fields(TrainingConfig):
-        help = f"{option.metadata['help']} (default: {option.default})"
-        name, default = "--" + option.name.replace("_", "-"), option.default
-        if isinstance(default, tuple):
-            learn.add_argument(name, type=partial(parse_tuple, kind=type(default[0])), default=default, help=help)
-        else:
-            learn.add_argument(name, type=float if default is None else type(default), default=default, help=help)
+    add = learn.add_argument
+    add("--data", type=Path, required=True, help="folder written by `sample`, which may still be running")
+    add("--out", type=Path, required=True, help="file to write; beside it, as .state, all that is needed to go on")
+    add("--kept-ids", type=int, default=16384, help="token ids in the draft's head" + shown)
+    add("--dev-conversations", type=int, default=32, help="conversations held out for progress figures" + shown)
+    add("--report-seconds", type=float, default=300, help="seconds between them" + shown)
+    add_options(learn, TrainingConfig)
+
+    average = steps.add_parser("average", help="average drafts that went on separately from one .state")
+    average.add_argument("drafts", type=Path, nargs="+", help="draft files")
+    average.add_argument("--out", type=Path, required=True, help="file to write")
 
     measure = steps.add_parser("evaluate", help="measure the acceptance of a draft on the target's own answers")
-    measure.add_argument("--draft", type=Path, default=SHIPPED_DRAFT, help="draft file (default: the shipped one)")
-    measure.add_argument(
-        "--prompts",
-        type=Path,
-        required=True,
-        help="JSON lines with `prompt`, `question` or `turns` (first turn); never train on them",
-    )
-    measure.add_argument("--categories", help="comma-separated values of the field `category` to keep (default: all)")
-    measure.add_argument("--limit", type=int, help="use the first so many prompts")
-    measure.add_argument(
-        "--temperature", type=float, default=0.7, help="of both laws and of the answers (default: %(default)s)"
-    )
-    measure.add_argument("--max-new-tokens", type=int, default=128, help="of an answer (default: %(default)s)")
-    measure.add_argument("--batch", type=int, default=16, help="prompts answered together (default: %(default)s)")
-    measure.add_argument("--seed", type=int, default=0)
+    add = measure.add_argument
+    add("--draft", type=Path, default=SHIPPED_DRAFT, help="draft file (default: the shipped one)")
+    add("--prompts", type=Path, required=True, help=prompts + "; never train on them")
+    add("--categories", help="comma-separated values of the field `category` to keep (default: all)")
+    add("--limit", type=int, help="use the first so many prompts")
+    add("--temperature", type=float, default=0.7, help="of both laws and of the answers" + shown)
+    add("--max-new-tokens", type=int, default=128, help="most tokens of an answer" + shown)
+    add("--batch", type=int, default=16, help="prompts answered together" + shown)
+    add("--seed", type=int, default=0, help="of the answers" + shown)
 
-    for step in (sample, learn, measure):
+    for step in (sample, learn, average, measure):
         step.add_argument("--target", help="model id or folder (default: the embedded SmolLM2-135M-Instruct)")
         step.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
 
@@ -140,12 +85,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.target)
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-    {"sample": run_sample, "train": run_train, "evaluate": run_evaluate}[args.step](args, target, tokenizer)
+    if args.step == "average":
+        average_drafts(target, args.drafts, args.out)
+    else:
+        {"sample": run_sample, "train": run_train, "evaluate": run_evaluate}[args.step](args, target, tokenizer)
     return 0
-
-
-def parse_tuple(text: str, kind: type) -> tuple:
-    return tuple(kind(part) for part in text.split(","))
 
 
 def read_prompts(path: Path, categories: str | None = None) -> list[str]:
@@ -170,19 +114,8 @@ def read_prompts(path: Path, categories: str | None = None) -> list[str]:
 
 def run_sample(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     args.data.mkdir(parents=True, exist_ok=True)
-    sampler = SelfPrompting(
-        target,
-        tokenizer,
-        read_prompts(args.prompts) if args.prompts else [],
-        given_share=args.given_share,
-        opening_share=args.opening_share,
-        temperature=args.temperature,
-        question_temperature=args.question_temperature,
-        answer_len=args.answer_len,
-        question_len=args.question_len,
-        batch=args.batch,
-        slots=args.slots,
-    )
+    prompts = read_prompts(args.prompts) if args.prompts else []
+    sampler = SelfPrompting(target, tokenizer, prompts, read_options(args, SamplingConfig))
     number, tokens = args.first, 0
     counted: set[Path] = set()
     with tqdm(total=args.tokens, unit=" tokens", desc="Sampling") as bar:
@@ -205,7 +138,7 @@ def run_sample(args: argparse.Namespace, target: PreTrainedModel, tokenizer: Pre
 
 
 def run_train(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    config = TrainingConfig(**{option.name: getattr(args, option.name) for option in fields(TrainingConfig)})
+    config = read_options(args, TrainingConfig)
     template = Template.of(tokenizer)
     shards = sorted(args.data.glob("*.safetensors"))
     if len(shards) < 2:
@@ -217,7 +150,7 @@ def run_train(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreT
     dev = [sample for sample in read_shard(held_out) if len(sample.tokens) > 1][: args.dev_conversations]
     head = target.get_output_embeddings().weight.detach()
     torch.manual_seed(config.seed)
-    ranked = rank_ids(shards[1:9], head, config.temperature)
+    ranked = rank_ids(shards[1:], head, config.temperature)
     draft = start_draft(target, config.layers, ranked[: args.kept_ids].sort().values)
     averaged = start_draft(target, config.layers, draft.lm_head.kept_ids)
     stream = Stream(args.data, {held_out.name}, template.prefix, template.stop, config)

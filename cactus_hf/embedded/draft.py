@@ -150,6 +150,15 @@ def load_draft(target: PreTrainedModel, path: str | Path = SHIPPED_DRAFT) -> Lla
     return draft
 
 
+def average_drafts(target: PreTrainedModel, paths: list[Path], out: Path) -> None:
+    """Writes the mean of drafts that come from one run, each trained on alone from some point on."""
+    drafts = [load_draft(target, path) for path in paths]
+    with torch.no_grad():
+        for name, parameter in trained_parts(drafts[0]).items():
+            parameter.copy_(torch.stack([trained_parts(draft)[name] for draft in drafts]).mean(0))
+    save_draft(drafts[0], out, metadata={"averaged": len(drafts)})
+
+
 def shape_of(config: PreTrainedConfig) -> dict:
     """What a target must share with the draft."""
     shape = {name: getattr(config, name, None) for name in SHAPE}

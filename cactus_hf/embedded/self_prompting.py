@@ -1,4 +1,4 @@
-"""Training text for the draft, sampled from the target: questions it asks itself, or given prompts, and its answers.
+"""Training text for the draft, sampled from the target: prompts, its own or others', and its answers.
 
 An instruction-tuned model that is given its own chat template up to the user's turn writes a user's question (Xu et
 al., "Magpie", arXiv 2406.08464). That needs no data set, and covers what the model was tuned on. Part of the questions
@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .lean_decoder import LeanDecoder
+from .options import option
+from .written_prompts import written_prompts
 
 
 GIVEN, QUESTION, ANSWER = 0, 1, 2  # kinds of token: not sampled, sampled question, sampled answer
@@ -93,18 +95,29 @@ class Template:
         return cls(prefix, turn, tokenizer.eos_token_id)
 
 
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Options of sampling (`cactus-hf distill sample --help`)."""
+
+    given_share: float = option(0.15, "share of conversations that take a given prompt, if there are any")
+    written_share: float = option(0.35, "share that take a prompt put together from templates")
+    opening_share: float = option(0.3, "share whose question starts from a given word; the rest are free")
+    temperature: float = option(0.7, "of the answers")
+    question_temperature: float = option(0.8, "of the target's own questions")
+    answer_len: int = option(128, "most tokens of an answer")
+    question_len: int = option(160, "most tokens of a question")
+    batch: int = option(128, "rows sampled together")
+    slots: int = option(320, "cache slots of a wave; one shard is one wave")
+
+
 class SelfPrompting:
-    """Endless stream of conversations sampled from the target.
+    """Conversations sampled from the target.
 
     Args:
         model (`PreTrainedModel`): the target.
         tokenizer (`PreTrainedTokenizerBase`): its tokenizer, with a chat template.
-        prompts (`list[str]`): prompts to answer; empty for questions of its own only.
-        given_share (`float`): share of conversations that take a prompt from `prompts`.
-        opening_share (`float`): share that start from a word of `OPENINGS`; the rest are free.
-        temperature (`float`): for answers.
-        question_temperature (`float`): for questions.
-        answer_len, question_len (`int`): most tokens of either.
+        prompts (`list[str]`): given prompts; may be empty.
+        config (`SamplingConfig`): the options.
     """
 
     def __init__(
@@ -112,39 +125,33 @@ class SelfPrompting:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         prompts: list[str],
-        *,
-        given_share: float = 0.15,
-        opening_share: float = 0.5,
-        temperature: float = 0.7,
-        question_temperature: float = 0.8,
-        answer_len: int = 128,
-        question_len: int = 160,
-        batch: int = 128,
-        slots: int = 320,
+        config: SamplingConfig,
     ):
+        self.tokenizer, self.prompts, self.config = tokenizer, prompts, config
         self.template = Template.of(tokenizer)
-        self.tokenizer = tokenizer
-        self.prompts, self.given_share, self.opening_share = prompts, given_share if prompts else 0.0, opening_share
-        self.temperatures = torch.tensor([temperature, question_temperature, temperature])
-        self.answer_len, self.question_len = answer_len, question_len
-        self.decoder = LeanDecoder(model, batch, slots)
-        self.chooser = random.Random()
+        self.temperatures = torch.tensor([config.temperature, config.question_temperature, config.temperature])
+        self.decoder = LeanDecoder(model, config.batch, config.slots)
+        self.chooser, self.written = random.Random(), written_prompts()
         self.generator = torch.Generator()
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def begin(self, slot: int) -> Conversation:
-        draw = self.chooser.random()
-        if draw < self.given_share:
-            forced = self.encode(self.chooser.choice(self.prompts))[: self.question_len] + self.template.turn
-            return Conversation(slot, forced, ANSWER, self.answer_len)
-        opening = self.encode(self.chooser.choice(OPENINGS)) if draw < self.given_share + self.opening_share else []
-        return Conversation(slot, opening, QUESTION, self.question_len)
+        config, draw = self.config, self.chooser.random()
+        given = config.given_share if self.prompts else 0.0
+        written = given + config.written_share
+        if draw < written:
+            prompt = self.chooser.choice(self.prompts) if draw < given else next(self.written)
+            forced = self.encode(prompt)[: config.question_len] + self.template.turn
+            return Conversation(slot, forced, ANSWER, config.answer_len)
+        opening = self.encode(self.chooser.choice(OPENINGS)) if draw < written + config.opening_share else []
+        return Conversation(slot, opening, QUESTION, config.question_len)
 
     def wave(self, seed: int) -> Iterator[Sample]:
         """Fills the cache once, yielding conversations as they end and, last, those cut off inside their answer."""
         self.chooser.seed(seed)
+        self.written = written_prompts(seed)
         self.generator.manual_seed(seed)
         decoder, prefix = self.decoder, self.template.prefix
         decoder.start(prefix)
@@ -174,7 +181,7 @@ class SelfPrompting:
                     continue
                 state.room -= 1
                 if state.kind == QUESTION and (state.room <= 0 or next_tokens[row] == self.template.stop):
-                    state.forced, state.kind, state.room = list(self.template.turn), ANSWER, self.answer_len
+                    state.forced, state.kind, state.room = list(self.template.turn), ANSWER, self.config.answer_len
                 elif state.kind == ANSWER and (state.room <= 0 or state.tokens[-1] == self.template.stop):
                     yield self.finish(state, memory, row, slot)
                     rows[row] = self.begin(slot + 1)

@@ -44,14 +44,23 @@ def read_shard(path: Path) -> list[Sample]:
 
 
 def rank_ids(paths: Iterable[Path], head: Tensor, temperature: float) -> Tensor:
-    """All token ids (int64 [V]), those with most of the target's mass over sampled answers first."""
+    """All token ids (int64 [V]), the likeliest in the target's answers first.
+
+    The target's mass over the answers alone overrates the ids of these answers: 8,192 ids held 98.7 % of the mass they
+    were chosen on and 93.6 % of that on other answers. So how often an id occurs in all of the text counts as well,
+    and, for ids that never occur, that a byte-pair vocabulary is ordered from frequent to rare.
+    """
     head = head.bfloat16()
-    mass = torch.zeros(len(head), dtype=torch.float64)
+    mass, count = (torch.zeros(len(head), dtype=torch.float64) for _ in range(2))
     for path in paths:
-        for sample in read_shard(path)[::4]:  # neighbours say little new; a quarter ranks well enough
+        samples = read_shard(path)
+        count += torch.cat([sample.tokens for sample in samples]).bincount(minlength=len(head))
+        for sample in samples[::5]:  # neighbours say little new; a fifth ranks well enough
             hidden = sample.hidden[sample.kinds == ANSWER]
             mass += (hidden.bfloat16() @ head.T).float().div_(temperature).softmax(-1).sum(0)
-    return mass.argsort(descending=True)
+    order = 1 / (torch.arange(len(head), dtype=torch.float64) + 300)
+    score = mass / mass.sum() + 0.3 * count / count.sum() + 0.01 * order / order.sum()
+    return score.argsort(descending=True)
 
 
 class Batch(NamedTuple):

@@ -1,10 +1,10 @@
 """Training of the draft on the target's own conversations.
 
-The loss has three parts. Matching the target's final hidden state learns most from little data: 576 numbers a position
-instead of one law. Kullback-Leibler divergence of the draft's law from the target's at the temperature of use keeps
-mass wherever the target has it. At the end the acceptance itself, sum_x min(target_x, draft_x), is what speculative
-decoding gains from (Zhou et al., "DistillSpec", arXiv 2310.08461, train on total variation for that reason); its
-gradient vanishes where the laws are disjoint, so it comes last.
+The loss has three parts. Kullback-Leibler divergence of the draft's law from the target's at the temperature of use
+keeps mass wherever the target has it. Later the acceptance itself, sum_x min(target_x, draft_x), takes over: it is what
+speculative decoding gains from (Zhou et al., "DistillSpec", arXiv 2310.08461, train on total variation for that
+reason), but its gradient vanishes where the laws are disjoint. The distance from the target's final hidden state helps
+a little in the beginning.
 
 Letters: N positions, H hidden size, K kept ids.
 """
@@ -15,9 +15,8 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +24,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from .draft import build_draft, trained_parts
+from .options import option
 from .shards import Batch, Sample, collate, read_shard
-
-
-def option(default: object, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
