@@ -270,7 +270,7 @@ def test_acceptance_of_the_shipped_draft(real_pair):
     ]
     answers = sample_answers(target, tokenizer, prompts, max_new_tokens=48, seed=0)
     kept = torch.cat([acceptance(target, draft, *answer, temperature=0.7).kept for answer in answers])
-    assert kept.mean() > 0.30  # .37 with the draft shipped; an untrained one of the same layers stays below .15
+    assert kept.mean() > 0.30  # .37 as shipped; the standard error is .03 over these 144 positions
 
 
 def test_the_real_tokenizer_and_configuration(real_pair):
