@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 PROMPT = "Explain in a few sentences why the sky is blue."
-DELTA = 0.05  # nats
+DELTA = 0.02  # nats
 NUM_ASSISTANT_TOKENS = 3
 MAX_NEW_TOKENS = 96
 

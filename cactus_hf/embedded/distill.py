@@ -1,13 +1,17 @@
 """Command that makes a draft for a Llama-family target: `cactus-hf distill sample | train | average | evaluate`.
 
-`sample` lets the target write conversations, `train` trains a few of its layers on them, `average` joins runs that went
-on separately, `evaluate` measures how often the target would keep the draft's tokens:
+`sample` lets the target write conversations, `train` trains a few of its layers on them, `average` joins runs that
+went on separately, `evaluate` measures how often the target would keep the draft's tokens:
 
     cactus-hf distill sample --data shards --prompts gsm8k_train.jsonl
     cactus-hf distill train --data shards --out one.safetensors
     cactus-hf distill evaluate --draft one.safetensors --prompts questions.jsonl
 
-DRAFT_HISTORY
+The draft of SmolLM2-135M-Instruct that ships with this package (from layers 0, 1, 2, 28 and 29) comes from 837,000
+tokens, 19 shards of `--written-share 0 --opening-share 0.5` and 4 of `--given-share 0 --written-share 0.9
+--opening-share 0.05`, and 4,300 updates. From update 2,900 on two copies of the state went on apart, with different
+`--seed`, and were averaged. Two shared CPU cores took two hours. The defaults are those of that run, with its two
+kinds of shards mixed.
 """
 
 from __future__ import annotations

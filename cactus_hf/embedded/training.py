@@ -1,8 +1,8 @@
 """Training of the draft on the target's own conversations.
 
 The loss has three parts. Kullback-Leibler divergence of the draft's law from the target's at the temperature of use
-keeps mass wherever the target has it. Later the acceptance itself, sum_x min(target_x, draft_x), takes over: it is what
-speculative decoding gains from (Zhou et al., "DistillSpec", arXiv 2310.08461, train on total variation for that
+keeps mass wherever the target has it. Later the acceptance itself, sum_x min(target_x, draft_x), takes over: it is
+what speculative decoding gains from (Zhou et al., "DistillSpec", arXiv 2310.08461, train on total variation for that
 reason), but its gradient vanishes where the laws are disjoint. The distance from the target's final hidden state helps
 a little in the beginning.
 
@@ -33,7 +33,7 @@ class TrainingConfig:
     """Options of a training run (`cactus-hf distill train --help`); the defaults made the shipped draft."""
 
     layers: tuple[int, ...] = option((0, 1, 2, 28, 29), "layers of the target that the draft starts from, in order")
-    steps: int = option(3000, "updates; learning rate and losses follow the share of them that is done")
+    steps: int = option(4300, "updates; learning rate and losses follow the share of them that is done")
     minutes: float | None = option(None, "wall time that ends the run instead of `steps`")
     tokens_per_step: int = option(768, "most tokens in a batch, padding included")
     learning_rate: float = option(1e-3, "highest learning rate")
