@@ -271,6 +271,13 @@ class Host:
     def fresh_cache(self) -> Cache:
         return DynamicCache(config=self.config)
 
+    def whole_cache(self) -> Cache:
+        """One whose sliding layers keep every position: then any number of tokens can be taken back.
+
+        Up to transformers 5.17 a sliding layer that remembers the past can be read once only before it is cropped.
+        """
+        return DynamicCache() if RaggedCache.can_hold(self.fresh_cache()) else self.fresh_cache()
+
     def is_users(self, cache: Cache) -> bool:
         """Whether the caller of `generate()` passed this cache in, and so expects to find it filled afterwards."""
         return getattr(cache, "_is_user_defined", False)

@@ -161,8 +161,9 @@ def _prefilled(
     """Logits [R, V] behind the prompts, and the model holding them."""
     num_rows, num_columns = input_ids.shape
     cache = inputs.get(host.cache_name)
-    cache = host.fresh_cache() if cache is None else cache
     is_ragged = host.is_ragged and (host.is_tested or num_rows > 1)
+    if cache is None or not (is_ragged or host.is_users(cache)):
+        cache = host.fresh_cache() if is_ragged else host.whole_cache()
     if not (is_ragged and host.is_tested):
         cache.activate_past_recording()  # sliding layers keep all: to be cropped, or for `is_faithful` to look back
     logits, cache = host.prefill(input_ids, config, inputs | {host.cache_name: cache, "use_cache": True})

@@ -16,7 +16,7 @@ LENGTHS = (3, 14, 9)
 
 def prefilled(model, prompts: tiny.Prompts, is_ragged: bool):
     host = Host(model)
-    cache = host.fresh_cache()
+    cache = host.fresh_cache() if is_ragged else host.whole_cache()
     cache.activate_past_recording()
     columns = prompts.input_ids.shape[1]
     padding = (prompts.attention_mask == 0).sum(1)

@@ -90,7 +90,7 @@ def call(target, draft, **options):
         ({"cactus_delta": 1.0, "cache_implementation": "static"}, "cache_implementation='static'"),
         ({"cactus_delta": 1.0, "speculation_kl": "no"}, "speculation_kl.*True or False"),
         ({"cactus_delta": 1.0, "watermarking_config": SYNTH_ID}, "SynthID"),
-        ({"cactus_delta": 1.0, "attention_mask": torch.ones(4, 9, dtype=torch.long)}, "attention_mask.*each token"),
+        ({"cactus_delta": 1.0, "attention_mask": torch.ones(4, 9, dtype=torch.long)}, "attention_mask.*token"),
         ({"cactus_delta": 1.0, "attention_mask": torch.eye(4, dtype=torch.long)}, "4, 4.*4, 17"),
         ({"cactus_delta": 1.0, "assistant_tokenizer": tiny.word_tokenizer()}, "assistant_tokenizer.*without.*both"),
         ({"cactus_delta": 1.0, "assistant_confidence_threshold": "x"}, "between 0 and 1.*x"),
