@@ -28,7 +28,7 @@ from .validation import check_mode, check_models
 
 Model = TypeVar("Model")
 
-# The cache was `past_key_values` up to transformers 5.19
+# The cache is `past_key_values` in transformers 5.17 and `cache` in 5.24
 CACHE_NAME = (
     "cache"
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters

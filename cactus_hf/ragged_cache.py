@@ -80,7 +80,7 @@ class RaggedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.18
+    get_max_cache_shape = get_max_length  # another name of it in transformers 5.17
 
 
 class RaggedCache(Cache):
