@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
 from .masks import attention_mask, patterns_of
+from .model_inputs import position_offset
 from .ragged_cache import RaggedCache, Slots
 
 
@@ -48,12 +50,21 @@ class RaggedModel:
         host (`Host`): the model.
         cache (`Cache`): transformers' cache, holding the prompts in `num_columns` columns.
         padding (`torch.Tensor` of shape [B], on the CPU): padded columns of each row.
+        position_ids (`torch.Tensor`, *optional*): of the prompts, as the model took them.
         max_length (`int`): most columns a row may have.
         is_returned (`bool`): whether `returned_cache` will be asked for; then rows that leave are remembered.
     """
 
     def __init__(
-        self, host: Host, cache: Cache, padding: Tensor, num_columns: int, max_length: int, is_returned: bool
+        self,
+        host: Host,
+        cache: Cache,
+        padding: Tensor,
+        num_columns: int,
+        position_ids: Tensor | None = None,
+        *,
+        max_length: int,
+        is_returned: bool,
     ):
         self.host, self.source, self.is_returned = host, cache, is_returned
         # A cache of the user's stays whole until the call has succeeded
@@ -65,6 +76,7 @@ class RaggedModel:
         self.last_slot = num_columns - 1 - padding  # [B] on the CPU, of the prompts
         # Rows with fewer drafts than others are filled up; learned positions must not be asked for more than exist
         self.last_position = max_length - 1 - padding  # [B] on the CPU
+        self.offset = position_offset(position_ids, num_columns - padding)  # [..., B] on the CPU
 
     def score(self, tokens: Tensor, first: Tensor) -> Tensor:
         return self._score_at(tokens, Slots.from_host(first, tokens.shape[1], tokens.device))
@@ -91,12 +103,19 @@ class RaggedModel:
             "use_cache": True,
         }
         if self.takes_positions:
-            inputs["position_ids"] = slots.positions().clamp_max(self.last_position.to(tokens.device)[:, None])
+            inputs["position_ids"] = self._positions(slots)
         return widened(self.host.model(**inputs).logits)
+
+    def _positions(self, slots: Slots) -> Tensor:
+        """[B, T], or one such for each of the model's planes of positions."""
+        positions = slots.positions().clamp_max(self.last_position.to(slots.first.device)[:, None])
+        return positions if self.offset is None else positions + self.offset.to(positions.device)[..., None]
 
     def keep(self, index: Tensor) -> None:
         self.cache.keep(index, retire=self.is_returned)
         self.last_position = self.last_position[index]
+        if self.offset is not None and self.offset.shape[-1] > 1:
+            self.offset = self.offset[..., index]
 
     def returned_cache(self, num_columns: int) -> Cache:
         return self.cache.give_back(self.source, self.host.fresh_cache(), num_columns)
@@ -108,33 +127,38 @@ class CroppedModel:
     Args:
         host (`Host`): the model.
         cache (`Cache`): holding the prompt, past recording activated before it was filled.
-        mask (`torch.Tensor` of shape [1, P], *optional*): the prompt's attention mask, if it has padding.
+        prompt (`torch.Tensor` of shape [1, P]): token ids, of the decoder if there is an encoder.
+        inputs (`dict`): what else the model took with the prompt.
         padding (`int`): padded columns.
-        num_columns (`int`): columns in the cache, padding included.
+        outputs (`ModelOutput`, *optional*): of the prompt, if the model's outputs are to be kept in `outputs`.
     """
 
-    def __init__(self, host: Host, cache: Cache, mask: Tensor | None, padding: int, num_columns: int):
-        self.host, self.cache, self.mask, self.padding, self.num_columns = host, cache, mask, padding, num_columns
-        self.takes_positions = host.takes("position_ids")
+    def __init__(
+        self,
+        host: Host,
+        cache: Cache,
+        prompt: Tensor,
+        inputs: dict[str, Any],
+        padding: int = 0,
+        outputs: ModelOutput | None = None,
+    ):
+        self.host, self.cache, self.text, self.inputs, self.padding = host, cache, prompt, inputs, padding
+        self.outputs = outputs
 
     def score(self, tokens: Tensor, first: Tensor) -> Tensor:
-        start, count = int(first[0]), tokens.shape[1]
-        self._crop(start + self.padding)
-        self.num_columns += count
-        inputs: dict[str, Any] = {"input_ids": tokens, self.host.cache_name: self.cache, "use_cache": True}
-        if self.mask is not None:
-            new = self.mask.new_ones(1, self.num_columns - self.mask.shape[1])
-            inputs["attention_mask"] = torch.cat([self.mask, new], dim=1)
-        if self.takes_positions:
-            inputs["position_ids"] = torch.arange(start, start + count, device=tokens.device)[None]
-        return widened(self.host.model(**inputs).logits)
+        self._crop(int(first[0]) + self.padding)
+        self.text = torch.cat([self.text, tokens], dim=1)
+        outputs = self.host.step(self.text, tokens.shape[1], self.inputs | {self.host.cache_name: self.cache})
+        if self.outputs is not None:
+            self.outputs = outputs
+        return widened(outputs.logits)
 
     def _crop(self, num_columns: int) -> None:
         # Cropping nothing is no idle call: it would trim sliding layers to their window, and what a later roll back
         # needs
-        if num_columns < self.num_columns:
-            self.cache.crop(num_columns - self.num_columns)
-            self.num_columns = num_columns
+        if num_columns < self.text.shape[1]:
+            self.cache.crop(num_columns - self.text.shape[1])
+            self.text = self.text[:, :num_columns]
 
     def keep(self, index: Tensor) -> None:
         """The one row stays until the call ends."""

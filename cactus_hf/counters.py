@@ -139,10 +139,10 @@ class Recorder:
         self.kinds = torch.full((self.num_rows, 1), int(TokenKind.PAD), dtype=torch.int8)
         self.divergence = torch.zeros(3, self.num_rows, dtype=torch.float64)
 
-    def add_first(self, num_emitted: Tensor) -> None:
+    def add_first(self, rows: Tensor, num_emitted: Tensor) -> None:
         """The token drawn behind the prompt belongs to no round."""
-        self.kinds[:, 0] = int(TokenKind.FIRST)
-        self.emitted += num_emitted
+        self.kinds[rows, 0] = int(TokenKind.FIRST)
+        self.emitted[rows] += num_emitted
 
     def add(self, round: Round) -> None:
         # A row that ended inside the block has nothing behind its end, drafts included

@@ -65,7 +65,7 @@ class Decoder:
         none = self._no_drafts()
         verdict, target_logits = self._verify(logits, none, self._draws(0))
         first = self._commit(verdict, none)
-        self.recorder.add_first(first.num_emitted)
+        self.recorder.add_first(first.rows, first.num_emitted)
         self._publish(first, logits, target_logits)
 
     def _round(self) -> None:

@@ -15,14 +15,16 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import ModelOutput
 
 from . import support
-from .cached_model import widened
 from .config import KEYWORDS, SpeculationOptions, make_options
+from .model_inputs import extended
 from .ragged_cache import RaggedCache
 from .session import speculate
+from .sources import Sources
 from .validation import check_mode, check_models
 
 
@@ -43,6 +45,7 @@ def prepare_generation_config(
     """Takes our keywords off, and lets their meaning travel on the config of the call."""
     call = {name: kwargs.pop(name, None) for name in KEYWORDS}
     options = make_options(call | kwargs, [c for c in (generation_config, model.generation_config) if c is not None])
+    options = options or getattr(generation_config, OPTIONS, None)  # Whisper prepares a config twice
     config, model_kwargs = stock(generation_config, *args, **kwargs)
     if not config.is_assistant:  # a draft that is enabled too drafts as any other
         setattr(config, OPTIONS, options)
@@ -60,8 +63,8 @@ def validate_generation_mode(
     draft = call.get("assistant_model") if is_assisted else None
     generation_config.use_cache = True  # some checkpoints say otherwise; a call that says so has been refused
     check_mode(generation_config, draft is not None)
-    hosts = {"target": Host(model)} | ({} if draft is None else {"draft": Host(draft)})
-    check_models(hosts, (call.get("tokenizer"), call.get("assistant_tokenizer")))
+    sources = Sources(Host(model), None if draft is None else Host(draft), options, generation_config)
+    check_models(sources.hosts, (call.get("tokenizer"), call.get("assistant_tokenizer")))
 
 
 def assisted_decoding(
@@ -78,10 +81,15 @@ def assisted_decoding(
     prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
     if options is None:
         return stock(*prepared, **kwargs)
-    for name in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):  # of no use to the loop
+    for name in ("tokenizer", "assistant_tokenizer"):  # of no use to the loop
         kwargs.pop(name, None)
     draft = kwargs.pop("assistant_model", None)
-    return speculate(Host(model), None if draft is None else Host(draft), options, *prepared, **kwargs)
+    try:
+        return speculate(Host(model), None if draft is None else Host(draft), options, *prepared, **kwargs)
+    finally:
+        if draft is not None and stock_class(type(model)).__name__.startswith("Whisper"):
+            # Whisper's own `generate()` leaves this behind on a draft, for stock assisted generation
+            vars(unwrapped(draft).generation_config).pop("force_unique_generate_call", None)
 
 
 def save_pretrained(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -230,6 +238,10 @@ class Host:
         return self.inner.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
@@ -246,12 +258,18 @@ class Host:
         """Whether states can be put back to an earlier token: there must be a cache, and not a recurrent one."""
         if self.inner._is_stateful or not self.inner._supports_default_dynamic_cache() or not self.takes(CACHE_NAME):
             return False
-        return all(getattr(type(layer), "is_croppable", False) is True for layer in self.fresh_cache().layers)
+        return all(
+            getattr(type(layer), "is_croppable", False) is True for layer in self.own_cache().layers
+        )
 
     @functools.cached_property
     def is_ragged(self) -> bool:
         """Whether rows of different lengths can share a `RaggedCache`; else they run one at a time."""
-        return support.takes_ready_masks(self.config, self.attention) and RaggedCache.can_hold(self.fresh_cache())
+        return (
+            not self.is_encoder_decoder
+            and support.takes_ready_masks(self.config, self.attention)
+            and RaggedCache.can_hold(self.own_cache())
+        )
 
     @property
     def is_tested(self) -> bool:
@@ -268,23 +286,71 @@ class Host:
         is_learned = any(isinstance(table, nn.Embedding) for table in tables)
         return getattr(self.config, "max_position_embeddings", None) if is_learned else None
 
-    def fresh_cache(self) -> Cache:
+    def own_cache(self) -> DynamicCache:
+        """An empty cache for what the model itself writes."""
         return DynamicCache(config=self.config)
 
-    def whole_cache(self) -> Cache:
+    def fresh_cache(self, inputs: dict[str, Any] | None = None) -> Cache:
+        """An empty cache, with room for an encoder's states where `inputs` hold some."""
+        return self._with_encoder(self.own_cache(), inputs)
+
+    def whole_cache(self, inputs: dict[str, Any] | None = None) -> Cache:
         """One whose sliding layers keep every position: then any number of tokens can be taken back.
 
         Up to transformers 5.17 a sliding layer that remembers the past can be read once only before it is cropped.
         """
-        return DynamicCache() if RaggedCache.can_hold(self.fresh_cache()) else self.fresh_cache()
+        can_be_plain = RaggedCache.can_hold(self.own_cache())
+        return self._with_encoder(DynamicCache() if can_be_plain else DynamicCache(config=self.config), inputs)
+
+    def _with_encoder(self, cache: Cache, inputs: dict[str, Any] | None) -> Cache:
+        has_encoder = self.is_encoder_decoder or (inputs or {}).get("encoder_outputs") is not None
+        return EncoderDecoderCache(cache, self.own_cache()) if has_encoder else cache
 
     def is_users(self, cache: Cache) -> bool:
         """Whether the caller of `generate()` passed this cache in, and so expects to find it filled afterwards."""
         return getattr(cache, "_is_user_defined", False)
 
-    def prefill(self, input_ids: Tensor, generation_config: Any, inputs: dict[str, Any]) -> tuple[Tensor, Cache]:
-        """Run the prompt as plain `generate()` would; the last position's logits [B, V], and the filled cache."""
+    def prefill(self, input_ids: Tensor, generation_config: Any, inputs: dict[str, Any]) -> ModelOutput:
+        """Run the prompts as plain `generate()` would, with logits of at least the last position."""
         if self.inner._supports_logits_to_keep():
             inputs = {"logits_to_keep": 1} | inputs
-        outputs = self.inner._prefill(input_ids, generation_config, inputs)
-        return widened(outputs.logits[:, -1]), outputs[self.cache_name]
+        return self.inner._prefill(input_ids, generation_config, inputs)
+
+    def step(self, text: Tensor, num_new: int, inputs: dict[str, Any]) -> ModelOutput:
+        """Run the last `num_new` tokens of `text` [1, columns] over the cache in `inputs`, which are the prompt's."""
+        inputs = extended(inputs, text.shape[1], self.is_encoder_decoder)
+        inputs.pop("logits_to_keep", None)  # all are wanted now
+        prepared = self.inner.prepare_inputs_for_generation(
+            text, next_sequence_length=num_new, is_first_iteration=False, **inputs
+        )
+        return self.model(**prepared)
+
+    def replay(self, text: Tensor, inputs: dict[str, Any]) -> ModelOutput:
+        """Run all of `text` [R, columns] at once, without a cache, with the prompts' `inputs`."""
+        inputs = extended(inputs, text.shape[1], self.is_encoder_decoder) | {self.cache_name: None, "use_cache": False}
+        inputs.pop("logits_to_keep", None)
+        return self.model(**self.inner.prepare_inputs_for_generation(text, is_first_iteration=True, **inputs))
+
+    def candidate_generator(
+        self, draft: Host | None, input_ids: Tensor, processors: Any, config: Any, inputs: dict[str, Any]
+    ) -> Any:
+        """A new candidate generator of transformers, which reads this target's states."""
+        return self.inner._get_candidate_generator(
+            generation_config=config,
+            input_ids=input_ids,
+            inputs_tensor=None,
+            logits_processor=processors,
+            model_kwargs=inputs,
+            assistant_model=None if draft is None else draft.inner,
+        )
+
+    def encoded(self, inputs_tensor: Tensor, inputs: dict[str, Any], config: Any) -> dict[str, Any]:
+        """The inputs of an encoder-decoder model from what an encoder reads, run through its encoder."""
+        tensor, name, inputs = self.inner._prepare_model_inputs(inputs_tensor, config.bos_token_id, dict(inputs))
+        return self.inner._maybe_prepare_encoder_kwargs_for_generation(tensor, inputs, name, config)
+
+    def serves_states_to(self, draft: Host | None, config: Any) -> bool:
+        """Whether transformers drafts by a generator that reads this target's states."""
+        options = (getattr(config, name, None) for name in ("use_mtp", "speculation_type"))
+        kind = "" if draft is None else draft.name
+        return any(options) or kind.startswith(("Gemma4Assistant", "Gemma4UnifiedAssistant"))

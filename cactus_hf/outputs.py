@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from .counters import SpeculationStats
 
 
-@dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """
-    Args:
+    """transformers' output with one attribute more, which is no item: who goes through the items finds tensors only.
+
+    Attributes:
         speculation ([`SpeculationStats`]): what was drafted, kept and emitted.
     """
 
-    speculation: SpeculationStats | None = None
+    speculation: SpeculationStats
+
+
+class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """The same for encoder-decoder models."""
+
+    speculation: SpeculationStats
 
 
 class TokenRows:

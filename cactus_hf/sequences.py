@@ -29,9 +29,10 @@ class Sequences:
         self.text = self.tokens.cpu().clone()  # the committed tokens, as the host knows them
         self.padding, self.max_length = padding, max_length
         self.length = torch.full((num_rows,), self.prompt_length)  # committed columns [R], on the CPU
-        self._activate(torch.arange(num_rows))
+        self.activate(torch.arange(num_rows))
 
-    def _activate(self, rows: Tensor) -> None:
+    def activate(self, rows: Tensor) -> None:
+        """Go on with the rows `rows` [B] (on the CPU) of the R."""
         self.rows = rows  # [B] of R, on the CPU
         self.row_index = rows.to(self.tokens.device)  # the same on the device
         self._refresh()
@@ -42,6 +43,11 @@ class Sequences:
     @property
     def num_active(self) -> int:
         return len(self.rows)
+
+    @property
+    def num_columns(self) -> int:
+        """Committed columns of the longest row."""
+        return int(self.length.max())
 
     def remaining(self) -> Tensor:
         """[B] on the CPU: tokens that each row may still get."""
@@ -59,6 +65,11 @@ class Sequences:
         """[B, count]: the columns from `offset` behind the next one; offset -1 is the last committed token."""
         columns = self.column[:, None] + torch.arange(offset, offset + count, device=self.column.device)
         return self.tokens[self.row_index[:, None], columns]
+
+    def only_text(self) -> Tensor:
+        """[1, length] of the only active row, without its padding."""
+        row = int(self.rows[0])
+        return self.tokens[row : row + 1, int(self.padding[row]) : int(self.length[row])]
 
     def by_length(self) -> Iterator[tuple[int, Tensor]]:
         """Committed lengths of the active rows, each with the numbers of the rows (on the CPU) that have it."""
@@ -89,10 +100,10 @@ class Sequences:
 
     def keep(self, index: Tensor) -> None:
         """Go on with the active rows `index` (on the CPU) only."""
-        self._activate(self.rows[index])
+        self.activate(self.rows[index])
 
     def output(self) -> Tensor:
         """[R, columns of the longest row], padded on the right."""
-        columns = torch.arange(int(self.length.max()), device=self.tokens.device)
+        columns = torch.arange(self.num_columns, device=self.tokens.device)
         is_written = columns < self.length.to(self.tokens.device)[:, None]
         return self.tokens[:, : len(columns)].where(is_written, self.pad_token_id)

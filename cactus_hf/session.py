@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers import generation as hf
 
-from . import counters
+from . import counters, states
+from .cached_model import CachedModel
 from .config import SpeculationOptions, rule_for_rows
 from .decoding import Decoder
 from .draft_length import LengthSchedule
 from .logits import BlockProcessor
-from .outputs import SpeculativeOutput, TokenRows
-from .prefill import MOST_COLUMNS, prefilled
+from .outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput, TokenRows
+from .parameters import select_rows
+from .prefill import MOST_COLUMNS, Prompts, UnequalRowsError, prefilled
 from .randomness import NoUniforms, make_uniforms
 from .sequences import Sequences
-from .sources import draft_length, draft_source
+from .sources import Sources
 from .stopping import Stopping
 from .validation import (
     check_batch,
     check_cache,
     check_inputs,
     check_measurable,
-    check_positions,
     check_processors,
     left_padding,
 )
@@ -44,8 +48,9 @@ def speculate(
     *,
     streamer: Any = None,
     synced_gpus: bool = False,
+    inputs_tensor: Tensor | None = None,
     **inputs: Any,
-) -> SpeculativeOutput | Tensor:
+) -> SpeculativeOutput | SpeculativeEncoderDecoderOutput | Tensor:
     """Decode the prompts `input_ids` [R, P].
 
     The arguments are those of transformers' decoding methods, as `generate()` prepared them.
@@ -55,58 +60,103 @@ def speculate(
     num_sequences = config.num_return_sequences or 1
     do_sample = bool(config.do_sample)
 
-    hosts = {"target": target} | ({} if draft is None else {"draft": draft})
-    check_inputs(inputs, input_ids, streamer, synced_gpus)
+    check_inputs(inputs, input_ids, streamer, synced_gpus, target.is_encoder_decoder)
     check_cache(inputs.get(target.cache_name), config)
     check_processors(processors)
     if options.speculation_kl:
         check_measurable(options.rule)
-    padding = left_padding(inputs.get("attention_mask"), num_rows)
-    check_positions(inputs.get("position_ids"), padding, prompt_length)
+    mask = inputs.get("decoder_attention_mask" if target.is_encoder_decoder else "attention_mask")
+    padding = left_padding(mask, num_rows)
     stopping = Stopping(criteria, input_ids.device)
     max_length = min(config.max_length, stopping.max_length or config.max_length, MOST_COLUMNS)
-    check_batch(hosts, prompt_length - padding, max_length - int(padding.min()))
+    sources = Sources(target, draft, options, config)
+    check_batch(sources.hosts, prompt_length - padding, max_length - int(padding.min()))
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
-    length = draft_length(draft, options, config)
 
     sequences = Sequences(input_ids, padding, max_length, pad_token_id(config))
     block_processor = BlockProcessor(processors)
     is_returned = bool(config.return_dict_in_generate)
-    is_cache_returned = is_returned or target.is_users(inputs.get(target.cache_name))
+    has_users_cache = target.is_users(inputs.get(target.cache_name))
+    is_cache_returned = is_returned or has_users_cache
+    if not has_users_cache:  # the one that `generate()` made may not fit
+        inputs.pop(target.cache_name, None)
+    prompts = Prompts(input_ids, padding, inputs, inputs_tensor)
     recorder = counters.Recorder(num_rows, options.speculation_kl)
+    scores = TokenRows(num_rows) if is_returned and config.output_scores else None
+    raw_logits = TokenRows(num_rows) if is_returned and config.output_logits else None
+    schedule = LengthSchedule(sources.length, num_rows)
 
-    first_logits, target_model = prefilled(target, input_ids, padding, config, inputs, is_cache_returned)
-    source = draft_source(draft, first_logits.shape[-1], length, block_processor, input_ids, padding, config, inputs)
-    decoder = Decoder(
-        target_model,
-        source,
-        sequences,
-        rule if do_sample else None,
-        block_processor,
-        LengthSchedule(length, num_rows),
-        stopping,
-        uniforms if do_sample else NoUniforms(),
-        recorder,
-        streamer,
-        TokenRows(num_rows) if is_returned and config.output_scores else None,
-        TokenRows(num_rows) if is_returned and config.output_logits else None,
-    )
-    decoder.run(first_logits)
+    def decode(prompts: Prompts, rows: Tensor) -> CachedModel:
+        """Decode the prompts of `rows` together; the target holds them afterwards."""
+        sequences.activate(rows)
+        sources.prepare(prompts, processors)
+        first_logits, target_model = prefilled(target, prompts, config, is_cache_returned, sources.watched)
+        decoder = Decoder(
+            target_model,
+            sources.make(prompts, target_model, block_processor, first_logits.shape[-1]),
+            sequences,
+            select_rows(rule, rows) if do_sample else None,
+            block_processor,
+            schedule,
+            stopping,
+            uniforms if do_sample else NoUniforms(),
+            recorder,
+            streamer,
+            scores,
+            raw_logits,
+        )
+        decoder.run(first_logits)
+        return target_model
+
+    target_model = _decode_all(decode, prompts, sources)
+    cache = None
+    if is_cache_returned and target_model is not None:
+        cache = target_model.returned_cache(sequences.num_columns - 1)
     if streamer is not None:
         streamer.end()
 
     stats = recorder.stats()
     counters.publish(stats)
-    cache = target_model.returned_cache(int(sequences.length.max()) - 1) if is_cache_returned else None
+    text = sequences.output()
     if not is_returned:
-        return sequences.output()
-    return SpeculativeOutput(
-        sequences=sequences.output(),
-        scores=decoder.scores and decoder.scores.by_token(),
-        logits=decoder.raw_logits and decoder.raw_logits.by_token(),
-        speculation=stats,
+        return text
+    kind = SpeculativeEncoderDecoderOutput if target.is_encoder_decoder else SpeculativeOutput
+    output = kind(
+        sequences=text,
+        scores=scores and scores.by_token(),
+        logits=raw_logits and raw_logits.by_token(),
+        **states.collect(target, text, prompt_length, config, inputs),
         **{target.cache_name: cache},
+    )
+    output.speculation = stats
+    return output
+
+
+def _decode_all(
+    decode: Callable[[Prompts, Tensor], CachedModel], prompts: Prompts, sources: Sources
+) -> CachedModel | None:
+    """Decode all rows, together where the models can; the target holding them, `None` if it held one after another."""
+    num_rows = len(prompts.input_ids)
+    if sources.are_ragged or num_rows == 1 and not sources.reads_states:
+        try:
+            return decode(prompts, torch.arange(num_rows))
+        except UnequalRowsError:
+            pass  # it could not be told before the prompts were read
+    if num_rows > 1:
+        prompts.check_separable()
+        _warn_row_by_row(sources)
+    for row in range(num_rows):
+        target_model = decode(prompts.row(row), torch.tensor([row]))
+    return target_model if num_rows == 1 else None
+
+
+def _warn_row_by_row(sources: Sources) -> None:
+    names = ", ".join(host.name for host in sources.hosts.values())
+    warnings.warn(
+        f"The rows of this batch are decoded one after another, as {names} with this attention implementation and "
+        "source of drafts cannot hold rows that grow at different speeds. Such a batch is no faster than its rows.",
+        stacklevel=2,
     )
 
 

@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 
 # Padding of one family's vocabularies differs by less; a larger difference means different tokenizers
 MAX_VOCABULARY_PADDING = 1024
-# What `generate()` hands to the decoding method and this package passes on or makes itself
-KNOWN_INPUTS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
 SOURCES = "`assistant_model=`, a smaller model with the same tokenizer, or `prompt_lookup_num_tokens=`"
 OTHER_SOURCES = {
     "assistant_early_exit": "early exit",
-    "use_mtp": "multi-token prediction",
-    "speculation_type": "this type of speculation",
 }
 
 
@@ -40,17 +36,17 @@ def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
             raise ValueError(
                 f"`{name}` ({what}) does not yet go with `cactus_delta` and `acceptance_rule`: pass {SOURCES}."
             )
-    if has_draft and config.prompt_lookup_num_tokens:
-        raise ValueError("`assistant_model` and `prompt_lookup_num_tokens` both draft: give one of them.")
-    if not has_draft and not config.prompt_lookup_num_tokens:
+    others = {"use_mtp": config.use_mtp, "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens}
+    drafting = (["assistant_model"] if has_draft else []) + [name for name, value in others.items() if value]
+    if len(drafting) > 1:
+        raise ValueError(f"{' and '.join(f'`{name}`' for name in drafting)} both draft: give one of them.")
+    if not drafting:
         raise ValueError(
             f"`cactus_delta` and `acceptance_rule` are about drafted tokens, and nothing drafts: pass {SOURCES}."
         )
-    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+    if config.speculation_type and not has_draft:
         raise ValueError(
-            "`output_attentions` and `output_hidden_states` are not collected with `cactus_delta` or "
-            "`acceptance_rule`. `output_scores` and `output_logits` are; for the others run the "
-            "returned `sequences` through the model once."
+            f"`speculation_type={config.speculation_type!r}` needs the model that drafts so: pass `assistant_model`."
         )
     if (ngram := config.max_matching_ngram_size) is not None and (not isinstance(ngram, int) or ngram < 1):
         raise ValueError(f"`max_matching_ngram_size` must be an integer of at least 1, got {ngram!r}.")
@@ -59,11 +55,6 @@ def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
 def check_models(hosts: dict[str, Host], tokenizers: tuple[Any, Any]) -> None:
     """Raises `ValueError` unless "target" and "draft", if there is one, fit this package and one another."""
     for role, host in hosts.items():
-        if host.is_encoder_decoder:
-            raise ValueError(
-                f"The {role}, {host.name}, is an encoder-decoder model, which `cactus_delta` and `acceptance_rule` do "
-                "not support yet: leave them out to run transformers' own assisted generation."
-            )
         if not host.can_roll_back:
             raise ValueError(
                 f"The {role}, {host.name}, cannot be rolled back to the last accepted token: it keeps a recurrent "
@@ -104,16 +95,7 @@ def check_batch(hosts: dict[str, Host], prompt_lengths: Tensor, longest: int) ->
         prompt_lengths (`torch.Tensor` of shape [R], on the CPU): tokens of each prompt.
         longest (`int`): tokens that a row may come to have.
     """
-    num_rows = len(prompt_lengths)
     for role, host in hosts.items():
-        if num_rows > 1 and not host.is_ragged:
-            remedy = "Call `generate()` row by row."
-            if host.attention not in support.RAGGED_ATTENTION:
-                remedy += ' Or load it with `attn_implementation="sdpa"` or "eager".'
-            raise ValueError(
-                f"The {role}, {host.name} with `attn_implementation={host.attention!r}`, can be verified one row at a "
-                f"time only, but there are {num_rows} rows. {remedy}"
-            )
         if not support.has_fixed_rope(host.config, int(prompt_lengths.min()), longest):
             raise ValueError(
                 f"The {role}, {host.name}, changes its rotary frequencies as a text outgrows the model's original "
@@ -127,21 +109,26 @@ def check_batch(hosts: dict[str, Host], prompt_lengths: Tensor, longest: int) ->
             )
 
 
-def check_inputs(inputs: dict[str, Any], input_ids: Tensor, streamer: Any, synced_gpus: bool) -> None:
+def check_inputs(
+    inputs: dict[str, Any], input_ids: Tensor, streamer: Any, synced_gpus: bool, is_encoder_decoder: bool
+) -> None:
     """Raises `ValueError` for inputs that the loop would have to ignore."""
-    # An empty dictionary is what multimodal models are given for a prompt of text alone
-    is_given = {name: value is not None and value != {} for name, value in inputs.items() if name not in KNOWN_INPUTS}
-    others = sorted(name for name, given in is_given.items() if given)
-    if others:
+    if inputs.get("inputs_embeds") is not None and not is_encoder_decoder:
         raise ValueError(
-            f"{', '.join(f'`{name}`' for name in others)} cannot be passed along with `cactus_delta` or "
-            "`acceptance_rule` yet: only token ids and their attention mask can."
+            "`inputs_embeds` cannot be passed along with `cactus_delta` or `acceptance_rule`: the draft reads token "
+            "ids. Pass `input_ids`."
         )
-    mask = inputs.get("attention_mask")
+    mask = None if is_encoder_decoder else inputs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         raise ValueError(
             f"`attention_mask` has the shape {list(mask.shape)}, but the prompts have {list(input_ids.shape)}: give "
             "one value a token."
+        )
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.shape[-1] != input_ids.shape[1]:
+        raise ValueError(
+            f"`position_ids`, made from `attention_mask` unless given, have the shape {list(positions.shape)}, but "
+            f"the prompts have {list(input_ids.shape)}: give one value a token."
         )
     if len(input_ids) == 0:
         raise ValueError("There are no rows: give at least one prompt.")
@@ -159,6 +146,7 @@ def check_inputs(inputs: dict[str, Any], input_ids: Tensor, streamer: Any, synce
 
 def check_cache(cache: Any, config: hf.GenerationConfig) -> None:
     """Raises `ValueError` for caches that cannot be rolled back row by row."""
+    cache = getattr(cache, "self_attention_cache", cache)  # what an encoder left is never rolled back
     kind = type(cache).__name__
     if cache is not None and kind != "DynamicCache" or getattr(cache, "offloading", False):
         cause = (
@@ -206,16 +194,3 @@ def left_padding(mask: Tensor | None, num_rows: int) -> Tensor:
         row = int((~mask[:, -1]).long().argmax())
         raise ValueError(f"`attention_mask` hides all tokens of row {row}: every row needs at least one.")
     return (~mask).sum(1)
-
-
-def check_positions(position_ids: Tensor | None, padding: Tensor, length: int) -> None:
-    """Raises `ValueError` unless positions count the tokens of each row from 0, as the loop goes on counting them."""
-    if position_ids is None:
-        return
-    expected = (torch.arange(length) - padding[:, None]).clamp_min(0)
-    is_fitting = position_ids.dim() == 2 and position_ids.shape[1] == length
-    if not is_fitting or (position_ids.cpu() != expected).any():
-        raise ValueError(
-            "`position_ids`, which are made from `attention_mask` if not given, must count the tokens of each row "
-            "from 0: leave them out, and give one `attention_mask` value for each token of the prompts."
-        )

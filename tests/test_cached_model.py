@@ -28,10 +28,11 @@ def prefilled(model, prompts: tiny.Prompts, is_ragged: bool):
         "use_cache": True,
     }
     with torch.no_grad():
-        logits, cache = host.prefill(prompts.input_ids, GenerationConfig(), inputs)
+        outputs = host.prefill(prompts.input_ids, GenerationConfig(), inputs)
+    logits, cache = outputs.logits[:, -1], outputs[host.cache_name]
     if is_ragged:
-        return logits, RaggedModel(host, cache, padding, columns, max_length=100, is_returned=False)
-    return logits, CroppedModel(host, cache, prompts.attention_mask, int(padding[0]), columns)
+        return logits, RaggedModel(host, cache, padding, columns, positions, max_length=100, is_returned=False)
+    return logits, CroppedModel(host, cache, prompts.input_ids, inputs, int(padding[0]))
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ def make_round(**changes) -> Round:
 
 def recorder() -> Recorder:
     made = Recorder(2, with_emitted=True)
-    made.add_first(torch.tensor([1, 1]))
+    made.add_first(torch.arange(2), torch.tensor([1, 1]))
     return made
 
 

@@ -5,6 +5,7 @@ Models are float32, where greedy texts are equal to the last token; `tiny.spread
 
 from __future__ import annotations
 
+import contextlib
 from itertools import product
 
 import pytest
@@ -26,7 +27,7 @@ RAGGED = [
     if not row.flags & {"alibi", "recurrent", "hybrid", "dynamic_rope"}
     for attention in row.attention
 ]
-ONE_ROW = [name for name, row in tiny.ARCHITECTURES.items() if "alibi" in row.flags and name != "mpt"]
+ONE_ROW = [name for name, row in tiny.ARCHITECTURES.items() if "alibi" in row.flags]
 
 
 @pytest.fixture
@@ -55,6 +56,10 @@ def greedy(target, draft, prompts: tiny.Prompts, **options) -> list[Tensor]:
     return list(sequences[:, prompts.input_ids.shape[1] :])
 
 
+def warns_of_single_rows(num_rows: int):
+    return pytest.warns(UserWarning, match="one after another") if num_rows > 1 else contextlib.nullcontext()
+
+
 def assert_same(rows: list[Tensor], expected: list[Tensor]) -> None:
     for row, other in zip(rows, expected, strict=True):
         length = min(len(row), len(other))  # a row that ended early is padded up to the longest
@@ -79,8 +84,8 @@ class TestGreedy:
             for prompts in (tiny.ragged_prompts(), tiny.ragged_prompts((7, 7)), tiny.ragged_prompts((9,))):
                 assert_same(greedy(enabled(target), draft, prompts), plain(target, prompts))
 
-    @pytest.mark.parametrize("lengths", ((5, 17, 9, 2), (7, 7)))
-    def test_a_type_whose_rows_cannot_differ_is_refused(self, enabled, lengths):
+    @pytest.mark.parametrize("lengths", ((5, 17, 9, 2), (7, 7), (9,)))
+    def test_a_type_whose_rows_cannot_differ_is_decoded_row_by_row(self, enabled, lengths):
         """GPT-Neo cuts its mask from the end of the cache: a row beside a longer one looks at wrong slots."""
         config = GPTNeoConfig(
             vocab_size=tiny.VOCAB, hidden_size=32, num_layers=2, num_heads=4, window_size=8,
@@ -90,18 +95,39 @@ class TestGreedy:
         target = GPTNeoForCausalLM(config).eval()
         tiny.spread(target, seed=0)
         tiny.sharpen(target)
-        with pytest.raises(ValueError, match="GPTNeoForCausalLM.*row by row"):
-            greedy(enabled(target), target, tiny.ragged_prompts(lengths))
-        row = tiny.ragged_prompts((9,))
-        assert_same(greedy(target, target, row), plain(target, row))
+        draft, prompts = tiny.perturbed(target), tiny.ragged_prompts(lengths)
+        with warns_of_single_rows(len(lengths)):
+            assert_same(greedy(enabled(target), draft, prompts), plain(target, prompts))
 
     @pytest.mark.parametrize("name", ONE_ROW)
-    def test_models_that_build_their_own_masks_run_one_row_at_a_time(self, enabled, name):
+    @pytest.mark.parametrize("lengths", ((5, 17, 9, 2), (9,)))
+    def test_models_that_build_their_own_masks_are_decoded_row_by_row(self, enabled, name, lengths):
         target, draft = tiny.pair(name, "eager")
-        prompts = tiny.ragged_prompts()
-        for index in range(4):
+        prompts = tiny.ragged_prompts(lengths)
+        with warns_of_single_rows(len(lengths)):
+            rows = greedy(enabled(target), draft, prompts)
+        assert_same(rows, plain(target, prompts))
+        for index in range(len(lengths)):
             row = prompts.row(index, num_pads=2 * (index % 2))
-            assert_same(greedy(enabled(target), draft, row), plain(target, prompts.row(index)))
+            assert_same(greedy(target, draft, row), [rows[index]])
+
+    def test_statistics_scores_and_seeds_of_rows_decoded_one_by_one(self, enabled):
+        target, draft = (enabled(model) for model in tiny.pair("bloom", "eager", dtype=torch.float64))
+        prompts, seeds = tiny.ragged_prompts((4, 9, 6)), [3, 1, 2]
+        options = {
+            "assistant_model": draft, "do_sample": True, "cactus_delta": [0.1, 0.5, 1.0], "max_new_tokens": 9,
+            "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True,
+        }  # fmt: skip
+        with pytest.warns(UserWarning, match="one after another"):
+            batch = target.generate(**prompts.inputs, **options, generator=seeds)
+        for index, seed in enumerate(seeds):
+            row = prompts.row(index)
+            options["cactus_delta"] = batch_delta = [0.1, 0.5, 1.0][index]
+            alone = target.generate(**row.inputs, **options, generator=[seed])
+            assert batch.sequences[index, 9:].tolist() == alone.sequences[0, row.input_ids.shape[1] :].tolist()
+            assert batch.speculation.kinds[index].tolist() == alone.speculation.kinds[0].tolist(), batch_delta
+            for ours, own in zip(batch.scores, alone.scores, strict=True):
+                torch.testing.assert_close(ours[index], own[0])
 
     @pytest.mark.parametrize("num_drafts", (1, 2, 7, 40))
     @pytest.mark.parametrize("name", ("qwen3", "gemma3"))
