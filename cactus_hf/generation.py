@@ -201,10 +201,10 @@ def _hosted(function: Callable, stock: Callable) -> Callable:
     return method
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: Any, kind: type = GenerationMixin) -> Any:
     """The transformers model inside PEFT, `torch.compile` and data-parallel wrappers."""
     inner = model
-    while not isinstance(inner, GenerationMixin):
+    while not isinstance(inner, kind):
         if hasattr(inner, "_orig_mod"):
             inner = inner._orig_mod
         elif hasattr(inner, "get_base_model"):
@@ -226,7 +226,7 @@ class Host:
 
     def __init__(self, model: Any):
         self.model = model
-        self.inner = unwrapped(model)
+        self.inner = unwrapped(model, PreTrainedModel)  # a block drafter cannot `generate()`
         self.config = self.inner.config.get_text_config(decoder=True)
 
     @property
@@ -258,9 +258,7 @@ class Host:
         """Whether states can be put back to an earlier token: there must be a cache, and not a recurrent one."""
         if self.inner._is_stateful or not self.inner._supports_default_dynamic_cache() or not self.takes(CACHE_NAME):
             return False
-        return all(
-            getattr(type(layer), "is_croppable", False) is True for layer in self.own_cache().layers
-        )
+        return all(getattr(type(layer), "is_croppable", False) is True for layer in self.own_cache().layers)
 
     @functools.cached_property
     def is_ragged(self) -> bool:

@@ -79,6 +79,8 @@ def speculate(
     is_returned = bool(config.return_dict_in_generate)
     has_users_cache = target.is_users(inputs.get(target.cache_name))
     is_cache_returned = is_returned or has_users_cache
+    for name in ("output_attentions", "output_hidden_states"):  # of the finished text, see `states`
+        inputs.pop(name, None)
     if not has_users_cache:  # the one that `generate()` made may not fit
         inputs.pop(target.cache_name, None)
     prompts = Prompts(input_ids, padding, inputs, inputs_tensor)

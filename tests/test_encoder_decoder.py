@@ -79,7 +79,11 @@ class TestText:
     @pytest.mark.parametrize("num_drafts", (1, 5))
     def test_greedy_text_is_plain(self, name, kind, num_drafts):
         target = cactus_hf.enable(MODELS[name]())
-        draft = {"own encoder": lambda: tiny.perturbed(target), "no encoder": lambda: tiny.model("llama"), "target": lambda: target}[kind]()
+        draft = {
+            "own encoder": lambda: tiny.perturbed(target),
+            "no encoder": lambda: tiny.model("llama"),
+            "target": lambda: target,
+        }[kind]()
         for row in range(3):
             inputs = {"input_ids": SOURCES[row : row + 1], "attention_mask": MASK[row : row + 1], **GREEDY}
             plain = target.generate(**inputs)
@@ -127,7 +131,13 @@ class TestText:
         model = MODELS[name]()
         model.set_attn_implementation("eager")
         target = cactus_hf.enable(model)
-        wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate")
+        wanted = (
+            "output_scores",
+            "output_logits",
+            "output_attentions",
+            "output_hidden_states",
+            "return_dict_in_generate",
+        )
         options = {**GREEDY, **dict.fromkeys(wanted, True)}
         plain = target.generate(SOURCES[:1], **options)
         ours = target.generate(SOURCES[:1], **options, assistant_model=tiny.perturbed(target), cactus_delta=1.0)
@@ -147,7 +157,9 @@ class TestText:
 class TestSpeech:
     FEATURES = torch.randn(1, 8, 60, generator=torch.Generator().manual_seed(1))
 
-    @pytest.mark.parametrize("kind", ("own encoder", "decoder only", "half precision", "decoder only in half precision"))
+    @pytest.mark.parametrize(
+        "kind", ("own encoder", "decoder only", "half precision", "decoder only in half precision")
+    )
     def test_greedy_text_is_plain(self, kind):
         target = whisper()
         draft = whisper_decoder(target, 0.05) if "decoder only" in kind else tiny.perturbed(target)
