@@ -1,4 +1,4 @@
-"""Encoder-decoder targets: with drafts that have an encoder of their own, that read the target's, or that have none."""
+"""Encoder-decoder targets; drafts that have an encoder of their own, read the target's, or have none."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import tiny
 
 
 SIZES = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
 }  # fmt: skip
 IDS = {"vocab_size": tiny.VOCAB, "pad_token_id": tiny.PAD, "eos_token_id": tiny.EOS, "bos_token_id": tiny.BOS}
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
@@ -39,7 +39,8 @@ def built(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 def t5(seed: int = 0) -> PreTrainedModel:
     config = T5Config(
-        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, tie_word_embeddings=False, **IDS
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, tie_word_embeddings=False,
+        **IDS,
     )  # fmt: skip
     return built(T5ForConditionalGeneration(config), seed)
 
@@ -51,8 +52,8 @@ def bart(seed: int = 0) -> PreTrainedModel:
 
 def whisper_config() -> WhisperConfig:
     return WhisperConfig(
-        num_mel_bins=8, max_source_positions=30, max_target_positions=64, decoder_start_token_id=4, suppress_tokens=None,
-        begin_suppress_tokens=None, **SIZES, **IDS,
+        num_mel_bins=8, max_source_positions=30, max_target_positions=64, decoder_start_token_id=4,
+        suppress_tokens=None, begin_suppress_tokens=None, **SIZES, **IDS,
     )  # fmt: skip
 
 
@@ -69,6 +70,7 @@ def whisper_decoder(of: PreTrainedModel, eps: float) -> PreTrainedModel:
 
 
 MODELS = {"t5": t5, "bart": bart}
+DRAFTS = {"own encoder": tiny.perturbed, "no encoder": lambda _: tiny.model("llama"), "target": lambda target: target}
 SOURCES = torch.tensor([[7, 30, 22, 51, 60, 8], [5, 9, 71, 33, 40, 80], [13, 14, 15, 16, 17, 18]])
 MASK = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 5 + [0]])  # an encoder's padding may stand anywhere
 
@@ -79,11 +81,7 @@ class TestText:
     @pytest.mark.parametrize("num_drafts", (1, 5))
     def test_greedy_text_is_plain(self, name, kind, num_drafts):
         target = cactus_hf.enable(MODELS[name]())
-        draft = {
-            "own encoder": lambda: tiny.perturbed(target),
-            "no encoder": lambda: tiny.model("llama"),
-            "target": lambda: target,
-        }[kind]()
+        draft = DRAFTS[kind](target)
         for row in range(3):
             inputs = {"input_ids": SOURCES[row : row + 1], "attention_mask": MASK[row : row + 1], **GREEDY}
             plain = target.generate(**inputs)
@@ -107,8 +105,8 @@ class TestText:
         target = cactus_hf.enable(t5())
         with pytest.warns(UserWarning, match="one after another"):
             samples = target.generate(
-                SOURCES[:1], assistant_model=tiny.perturbed(target), do_sample=True, cactus_delta=0.5, max_new_tokens=9,
-                num_return_sequences=3, eos_token_id=None,
+                SOURCES[:1], assistant_model=tiny.perturbed(target), do_sample=True, cactus_delta=0.5,
+                max_new_tokens=9, num_return_sequences=3, eos_token_id=None,
             )  # fmt: skip
         assert samples.shape == (3, 10) and len({tuple(row) for row in samples.tolist()}) == 3
 
