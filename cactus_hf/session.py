@@ -67,7 +67,9 @@ def speculate(
         check_measurable(options.rule)
     mask = inputs.get("decoder_attention_mask" if target.is_encoder_decoder else "attention_mask")
     padding = left_padding(mask, num_rows)
-    stopping = Stopping(criteria, input_ids.device)
+    is_returned = bool(config.return_dict_in_generate)
+    has_scores = is_returned and bool(config.output_scores)
+    stopping = Stopping(criteria, input_ids, target.vocab_size if has_scores else None)
     max_length = min(config.max_length, stopping.max_length or config.max_length, MOST_COLUMNS)
     sources = Sources(target, draft, options, config)
     check_batch(sources.hosts, prompt_length - padding, max_length - int(padding.min()))
@@ -75,15 +77,14 @@ def speculate(
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
 
     sequences = Sequences(input_ids, padding, max_length, pad_token_id(config))
-    block_processor = BlockProcessor(processors)
-    is_returned = bool(config.return_dict_in_generate)
+    block_processor = BlockProcessor.of_call(processors, input_ids, target.vocab_size)
     has_users_cache = target.is_users(inputs.get(target.cache_name))
     is_cache_returned = is_returned or has_users_cache
     if not has_users_cache:  # the one that `generate()` made may not fit
         inputs.pop(target.cache_name, None)
     prompts = Prompts(input_ids, padding, inputs, inputs_tensor)
     recorder = counters.Recorder(num_rows, options.speculation_kl)
-    scores = TokenRows(num_rows) if is_returned and config.output_scores else None
+    scores = TokenRows(num_rows) if has_scores else None
     raw_logits = TokenRows(num_rows) if is_returned and config.output_logits else None
     schedule = LengthSchedule(sources.length, num_rows)
 
@@ -110,6 +111,7 @@ def speculate(
         return target_model
 
     target_model = _decode_all(decode, prompts, sources)
+    block_processor.finish(sequences)
     cache = None
     if is_cache_returned and target_model is not None:
         cache = target_model.returned_cache(sequences.num_columns - 1)
@@ -124,8 +126,8 @@ def speculate(
     kind = SpeculativeEncoderDecoderOutput if target.is_encoder_decoder else SpeculativeOutput
     output = kind(
         sequences=text,
-        scores=scores and scores.by_token(),
-        logits=raw_logits and raw_logits.by_token(),
+        scores=scores and scores.by_token(stats.emitted),
+        logits=raw_logits and raw_logits.by_token(stats.emitted),
         **states.collect(target, text, prompt_length, config, inputs),
         **{target.cache_name: cache},
     )
