@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from transformers import generation as hf
 
-from .object_state import name_of
+from .object_state import copied, name_of
 from .processor_kinds import CONTEXT_FREE, PREFIX_ONLY, is_among
 from .remembering import Rewindable, Watched, is_function, made_up_scores
 from .sequences import Sequences
@@ -80,7 +81,7 @@ class BlockProcessor:
             vocab_size (`int`): the target's V.
 
         Raises:
-            ValueError: for processors that remember and cannot be copied, or cannot be copied for each of several rows.
+            ValueError: for processors that cannot be copied, or that remember and cannot serve one row of several.
         """
         known = CONTEXT_FREE | PREFIX_ONLY
         return cls(
@@ -93,6 +94,16 @@ class BlockProcessor:
     def for_draft(self) -> BlockProcessor:
         """The same for the draft's logits: what the processors remember is shared, and not moved on by drafting."""
         return BlockProcessor(self.processors, is_draft=True)
+
+    def for_generators(self) -> hf.LogitsProcessorList:
+        """Processors for candidate generators of transformers, which call them on drafts only: none that remembers."""
+        processors = hf.LogitsProcessorList()
+        for each in self.processors:
+            if not isinstance(each, OwnProcessor):
+                processors.append(each)
+            elif each.rows is None:
+                processors.append(copied(each.original))
+        return processors
 
     def __call__(self, logits: Tensor, sequences: Sequences, offset: int = 0) -> Tensor:
         """Process `logits` [B, T, V], whose first position predicts the column `offset` behind the committed ones."""

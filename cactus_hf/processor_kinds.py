@@ -1,6 +1,6 @@
 """Transformers' own logits processors, sorted by what they look at.
 
-Whatever is not listed is taken for one of the user's own, which is tried out: see `remembering.py`.
+What is not listed remembers earlier calls, or is of the user's own, and is tried out: see `remembering.py`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ PREFIX_ONLY = frozenset(
         "WhisperTimeStampLogitsProcessor",
     )
 )
-# Remember what they were called with, and must see every prefix once
-REMEMBERING = frozenset(("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"))
 # Want several rows of scores a text, as only the models they are for have
 FOR_OTHER_MODELS = frozenset(
     (

@@ -44,7 +44,7 @@ class Watched:
 
     def __init__(self, original: Callable, prompts: Tensor, scores: Any):
         self.original, self.prompts, self.scores = original, prompts, scores
-        self.rows: list[Callable] | None = None
+        self.rows: list[Any] | None = None
         self.shared = copied(original)
         before = Record(self.shared)
         self.shared(prompts, _repeated(scores, 1))
@@ -113,8 +113,8 @@ class OfRow:
             result = torch.as_tensor(self.inner(ids.repeat(self.width, 1), _repeated(scores, self.width)))
         except Exception as error:
             raise ValueError(
-                f"{name_of(self.inner)} remembers earlier calls and holds {self.width} values, as if one for each row; "
-                "shown the text of one row in the place of all others it failed: call `generate()` row by row."
+                f"{name_of(self.inner)} remembers earlier calls and holds {self.width} values, as if one for each "
+                "row. Shown one row's text in the place of the others' it failed: call `generate()` row by row."
             ) from error
         return result[self.row : self.row + 1] if result.dim() > 0 else result
 

@@ -91,7 +91,7 @@ def speculate(
     def decode(prompts: Prompts, rows: Tensor) -> CachedModel:
         """Decode the prompts of `rows` together; the target holds them afterwards."""
         sequences.activate(rows)
-        sources.prepare(prompts, processors)
+        sources.prepare(prompts, block_processor.for_generators())
         first_logits, target_model = prefilled(target, prompts, config, is_cache_returned, sources.watched)
         decoder = Decoder(
             target_model,

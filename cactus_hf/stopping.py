@@ -55,9 +55,7 @@ class Stopping:
         scores = None if vocab_size is None else (made_up_scores(prompts, vocab_size),)
         others = [c for c in criteria if type(c) not in (hf.EosTokenCriteria, hf.MaxLengthCriteria)]
         self.others: list[Callable[..., Any] | OwnCriterion] = [
-            c
-            if len(prompts) == 1 or is_function(c) or type(c) in STATELESS
-            else OwnCriterion(c, prompts, scores)
+            c if len(prompts) == 1 or is_function(c) or type(c) in STATELESS else OwnCriterion(c, prompts, scores)
             for c in others
         ]
 
