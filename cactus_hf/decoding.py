@@ -64,9 +64,9 @@ class Decoder:
     def _first_token(self, logits: Tensor) -> None:
         none = self._no_drafts()
         verdict, target_logits = self._verify(logits, none, self._draws(0))
-        first = self._commit(verdict, none)
+        first = self._commit(verdict, none, logits, target_logits)
         self.recorder.add_first(first.rows, first.num_emitted)
-        self._publish(first, logits, target_logits)
+        self._publish(first)
 
     def _round(self) -> None:
         lengths = self.schedule.lengths(self.sequences.rows, self.sequences.remaining())
@@ -77,10 +77,11 @@ class Decoder:
             drafts = self.source.propose(self.sequences, lengths, draws[:, :num_drafts])
         logits = self.target.score(self._with_last(drafts), self.sequences.slots(-1))
         verdict, target_logits = self._verify(logits, drafts, draws[:, num_drafts:])
-        round = self._commit(verdict, drafts, *self._divergence(target_logits, drafts))
+        divergence = self._divergence(target_logits, drafts)
+        round = self._commit(verdict, drafts, logits, target_logits, *divergence)
         self.schedule.update(round.rows, round.num_drafted, round.num_accepted)
         self.recorder.add(round)
-        self._publish(round, logits, target_logits)
+        self._publish(round)
 
     def _draws(self, num_drafts: int) -> Tensor:
         return self.uniforms.draws(self.sequences.row_index, self.sequences.position(), num_drafts)
@@ -110,7 +111,9 @@ class Decoder:
             return ()
         return emitted_divergence(target_logits[:, :-1], drafts.logits, self.rule, draft_tokens=drafts.tokens)
 
-    def _commit(self, verdict: Verification, drafts: Drafts, *divergence: Tensor) -> Round:
+    def _commit(
+        self, verdict: Verification, drafts: Drafts, logits: Tensor, target_logits: Tensor, *divergence: Tensor
+    ) -> Round:
         """Keep the accepted drafts and the next token, up to where the row ends. Holds the round's one host sync."""
         block = torch.cat([drafts.tokens, verdict.next_token[:, None]], dim=1)
         block.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
@@ -134,8 +137,13 @@ class Decoder:
         )
         num_emitted, has_ended, num_accepted, num_drafted, num_proposed, bad_target = counts.long().unbind(1)
         self._raise_or_warn(bad_target, num_drafted, num_proposed)
-        num_emitted, has_ended = self.stopping.cut_by_criteria(self.sequences, num_emitted, has_ended.bool())
         rows = self.sequences.rows
+        for collector, values in ((self.scores, target_logits), (self.raw_logits, logits)):
+            if collector is not None:  # criteria look at the scores, so the output forgets what they cut off
+                collector.add(rows, self.recorder.emitted[rows], num_emitted, values)
+        num_emitted, has_ended = self.stopping.cut_by_criteria(
+            self.sequences, num_emitted, has_ended.bool(), self.scores
+        )
         self.sequences.commit(tokens.long(), num_emitted)
         has_ended |= self.sequences.remaining() <= 0
         kl += [torch.zeros_like(kl[0])] * (3 - len(kl))
@@ -151,19 +159,16 @@ class Decoder:
             self.has_warned = True
             warn_bad_draft()
 
-    def _publish(self, round: Round, logits: Tensor, target_logits: Tensor) -> None:
+    def _publish(self, round: Round) -> None:
         """Hand out what was committed, and let finished rows go."""
-        emitted = self.recorder.emitted[round.rows] - round.num_emitted
-        for collector, values in ((self.scores, target_logits), (self.raw_logits, logits)):
-            if collector is not None:
-                collector.add(round.rows, emitted, round.num_emitted, values)
         if self.streamer is not None:
             count = int(round.num_emitted[0])
-            tokens = round.tokens[0, :count]
+            tokens, end = round.tokens[0, :count], int(self.recorder.emitted[0])
             if hasattr(self.streamer, "put_block"):
-                self.streamer.put_block(tokens, self.recorder.kinds[0, int(emitted[0]) :][:count])
+                self.streamer.put_block(tokens, self.recorder.kinds[0, end - count : end])
             else:
-                self.streamer.put(tokens)
+                for token in tokens.split(1):  # one by one, as plain decoding puts them
+                    self.streamer.put(token)
         self._let_go(round.has_ended)
 
     def _let_go(self, has_ended: Tensor) -> None:

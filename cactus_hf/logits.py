@@ -3,59 +3,124 @@
 Target and draft go through the same processors, so that acceptance compares like with like. Processors that look at
 nothing but the logits run once on all rows of a block. The others run position by position on the exact prefixes, in
 transformers' own layout: the whole batch of R rows, padding included, so that a processor finds each row where plain
-decoding would show it. Rows of one length share a call.
+decoding would show it. Rows of one length share a call. Those that remember earlier calls go row by row.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import generation as hf
 
+from .object_state import copied, name_of
+from .processor_kinds import CONTEXT_FREE, PREFIX_ONLY, is_among
+from .remembering import Rewindable, Watched, is_function, made_up_scores
 from .sequences import Sequences
 
 
-CONTEXT_FREE = (
-    hf.TemperatureLogitsWarper,
-    hf.TopKLogitsWarper,
-    hf.TopPLogitsWarper,
-    hf.MinPLogitsWarper,
-    hf.TypicalLogitsWarper,
-    hf.EpsilonLogitsWarper,
-    hf.EtaLogitsWarper,
-    hf.SuppressTokensLogitsProcessor,
-    hf.InfNanRemoveLogitsProcessor,
-    hf.LogitNormalization,
-)
-
 Processor = Callable[[Tensor, Tensor], Tensor]
+
+
+class OwnProcessor(Watched):
+    """A logits processor of the user's own class, or one of transformers' that remembers.
+
+    Args:
+        original (`Callable`): the processor.
+        prompts (`torch.Tensor` of shape [R, P])
+        vocab_size (`int`): the target's V.
+    """
+
+    def __init__(self, original: Processor, prompts: Tensor, vocab_size: int):
+        super().__init__(original, prompts, made_up_scores(prompts, vocab_size))
+
+    def part(self) -> None:
+        super().part()
+        self.rows = [Rewindable(row) for row in self.rows or []]
+
+    def on_block(self, logits: Tensor, sequences: Sequences, offset: int, is_draft: bool) -> Tensor:
+        if self.rows is None:
+            processed = _on_prefixes(self.shared, logits, sequences, offset)
+            if not self.has_changed():
+                return processed
+            self.part()
+        assert self.rows is not None
+        processed = torch.empty_like(logits)
+        for b, row in enumerate(sequences.rows.tolist()):
+            length = int(sequences.length[row])
+            for t in range(logits.shape[1]):
+                ids, scores = sequences.tokens[row : row + 1, : length + offset + t], logits[b, t : t + 1].clone()
+                result = self.rows[row](ids, scores, offset + t == 0, is_draft)
+                processed[b, t] = _checked(self.original, result, scores)[0]
+        return processed
+
+    def finish(self, sequences: Sequences) -> None:
+        """Bring the user's own processor up to the end of its text; in a batch there is none, each row has copies."""
+        if self.rows is not None and len(self.rows) == 1:
+            self.rows[0].catch_up(sequences.tokens[:, : int(sequences.length[0])])
 
 
 class BlockProcessor:
     """The logits processors of one `generate()` call, made to run on blocks.
 
     Args:
-        processors (list of `LogitsProcessor`): as transformers prepared them, in order.
+        processors (list of `LogitsProcessor`): in order; those that may remember earlier calls as [`OwnProcessor`].
+        is_draft (`bool`, *optional*, defaults to `False`): whether they are the draft's logits that come.
     """
 
-    def __init__(self, processors: Sequence[Processor]):
-        self.processors = list(processors)
+    def __init__(self, processors: Sequence[Processor | OwnProcessor], is_draft: bool = False):
+        self.processors, self.is_draft = list(processors), is_draft
+
+    @classmethod
+    def of_call(cls, processors: Sequence[Processor], prompts: Tensor, vocab_size: int) -> BlockProcessor:
+        """
+        Args:
+            processors (list of `LogitsProcessor`): as transformers prepared them.
+            prompts (`torch.Tensor` of shape [R, P]): what those that may remember are tried out on.
+            vocab_size (`int`): the target's V.
+
+        Raises:
+            ValueError: for processors that cannot be copied, or that remember and cannot serve one row of several.
+        """
+        known = CONTEXT_FREE | PREFIX_ONLY
+        return cls(
+            [
+                each if is_function(each) or is_among(each, known) else OwnProcessor(each, prompts, vocab_size)
+                for each in processors
+            ]
+        )
 
     def for_draft(self) -> BlockProcessor:
-        """The same settings for the draft, which must not disturb what the target's processors remember."""
-        return BlockProcessor([copy.deepcopy(processor) for processor in self.processors])
+        """The same for the draft's logits: what the processors remember is shared, and not moved on by drafting."""
+        return BlockProcessor(self.processors, is_draft=True)
+
+    def for_generators(self) -> hf.LogitsProcessorList:
+        """Processors for candidate generators of transformers, which call them on drafts only: none that remembers."""
+        processors = hf.LogitsProcessorList()
+        for each in self.processors:
+            if not isinstance(each, OwnProcessor):
+                processors.append(each)
+            elif each.rows is None:
+                processors.append(copied(each.original))
+        return processors
 
     def __call__(self, logits: Tensor, sequences: Sequences, offset: int = 0) -> Tensor:
         """Process `logits` [B, T, V], whose first position predicts the column `offset` behind the committed ones."""
         for processor in self.processors:
-            if type(processor) in CONTEXT_FREE:
+            if isinstance(processor, OwnProcessor):
+                logits = processor.on_block(logits, sequences, offset, self.is_draft)
+            elif is_among(processor, CONTEXT_FREE):
                 logits = processor(sequences.tokens, logits.flatten(0, 1)).view_as(logits)
             else:
                 logits = _on_prefixes(processor, logits, sequences, offset)
         return logits
+
+    def finish(self, sequences: Sequences) -> None:
+        """Call the processors that remember on what was committed since, so that they end as after plain decoding."""
+        for processor in self.processors:
+            if isinstance(processor, OwnProcessor):
+                processor.finish(sequences)
 
 
 def _on_prefixes(processor: Processor, logits: Tensor, sequences: Sequences, offset: int) -> Tensor:
@@ -66,13 +131,17 @@ def _on_prefixes(processor: Processor, logits: Tensor, sequences: Sequences, off
             scores = logits.new_zeros(len(sequences.tokens), logits.shape[2])
             scores[rows] = logits[index, t]
             result = processor(sequences.tokens[:, : length + offset + t], scores)
-            if result.shape != scores.shape:
-                raise ValueError(
-                    f"The logits processor {type(processor).__name__} was given scores of shape {list(scores.shape)} "
-                    f"and returned {list(result.shape)}: it must keep the shape."
-                )
-            processed[index, t] = result[rows]
+            processed[index, t] = _checked(processor, result, scores)[rows]
     return processed
+
+
+def _checked(processor: Processor, result: Tensor, scores: Tensor) -> Tensor:
+    if result.shape != scores.shape:
+        raise ValueError(
+            f"The logits processor {name_of(processor)} was given scores of shape {list(scores.shape)} and returned "
+            f"{list(result.shape)}: it must keep the shape."
+        )
+    return result
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

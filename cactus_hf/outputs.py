@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
@@ -26,11 +25,14 @@ class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
 
 
 class TokenRows:
-    """Collects rows over the vocabulary round by round, for `scores` and `logits`: one tensor a generated token."""
+    """Collects rows over the vocabulary round by round, for `scores` and `logits`.
+
+    `tokens` has one tensor [R, V] a generated token; zeros where a row has not come so far.
+    """
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
-        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []  # row, number of its token, values; one entry a token
+        self.tokens: list[Tensor] = []
 
     def add(self, rows: Tensor, offset: Tensor, count: Tensor, values: Tensor) -> None:
         """
@@ -40,14 +42,15 @@ class TokenRows:
             count (`torch.Tensor` of shape [B], on the CPU): leading positions of `values` that count.
             values (`torch.Tensor` of shape [B, T, V]).
         """
-        batch, place = (torch.arange(values.shape[1]) < count[:, None]).nonzero(as_tuple=True)
-        self.parts.append(
-            (rows[batch], offset[batch] + place, values[batch.to(values.device), place.to(values.device)])
-        )
+        while len(self.tokens) < int((offset + count).max()):
+            self.tokens.append(values.new_zeros(self.num_rows, values.shape[-1]))
+        for token in range(int(offset.min()), int((offset + count).max())):
+            index = ((offset <= token) & (token < offset + count)).nonzero()[:, 0]
+            place = (token - offset)[index].to(values.device)
+            self.tokens[token][rows[index].to(values.device)] = values[index.to(values.device), place]
 
-    def by_token(self) -> tuple[Tensor, ...]:
-        """One tensor [R, V] a token; zeros where a row had ended."""
-        rows, tokens, values = (torch.cat(part) for part in zip(*self.parts, strict=True))
-        gathered = values.new_zeros(int(tokens.max()) + 1, self.num_rows, values.shape[-1])
-        gathered[tokens.to(values.device), rows.to(values.device)] = values
-        return gathered.unbind(0)
+    def by_token(self, num_emitted: Tensor) -> tuple[Tensor, ...]:
+        """One tensor [R, V] a token; zeros behind the first `num_emitted` [R] (on the CPU) of each row."""
+        for token, values in enumerate(self.tokens):
+            values[(num_emitted <= token).to(values.device)] = 0
+        return tuple(self.tokens[: int(num_emitted.max())])

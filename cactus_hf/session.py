@@ -67,7 +67,9 @@ def speculate(
         check_measurable(options.rule)
     mask = inputs.get("decoder_attention_mask" if target.is_encoder_decoder else "attention_mask")
     padding = left_padding(mask, num_rows)
-    stopping = Stopping(criteria, input_ids.device)
+    is_returned = bool(config.return_dict_in_generate)
+    has_scores = is_returned and bool(config.output_scores)
+    stopping = Stopping(criteria, input_ids, target.vocab_size if has_scores else None)
     max_length = min(config.max_length, stopping.max_length or config.max_length, MOST_COLUMNS)
     sources = Sources(target, draft, options, config)
     check_batch(sources.hosts, prompt_length - padding, max_length - int(padding.min()))
@@ -75,8 +77,7 @@ def speculate(
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
 
     sequences = Sequences(input_ids, padding, max_length, pad_token_id(config))
-    block_processor = BlockProcessor(processors)
-    is_returned = bool(config.return_dict_in_generate)
+    block_processor = BlockProcessor.of_call(processors, input_ids, target.vocab_size)
     has_users_cache = target.is_users(inputs.get(target.cache_name))
     is_cache_returned = is_returned or has_users_cache
     for name in ("output_attentions", "output_hidden_states"):  # of the finished text, see `states`
@@ -85,14 +86,14 @@ def speculate(
         inputs.pop(target.cache_name, None)
     prompts = Prompts(input_ids, padding, inputs, inputs_tensor)
     recorder = counters.Recorder(num_rows, options.speculation_kl)
-    scores = TokenRows(num_rows) if is_returned and config.output_scores else None
+    scores = TokenRows(num_rows) if has_scores else None
     raw_logits = TokenRows(num_rows) if is_returned and config.output_logits else None
     schedule = LengthSchedule(sources.length, num_rows)
 
     def decode(prompts: Prompts, rows: Tensor) -> CachedModel:
         """Decode the prompts of `rows` together; the target holds them afterwards."""
         sequences.activate(rows)
-        sources.prepare(prompts, processors)
+        sources.prepare(prompts, block_processor.for_generators())
         first_logits, target_model = prefilled(target, prompts, config, is_cache_returned, sources.watched)
         decoder = Decoder(
             target_model,
@@ -112,6 +113,7 @@ def speculate(
         return target_model
 
     target_model = _decode_all(decode, prompts, sources)
+    block_processor.finish(sequences)
     cache = None
     if is_cache_returned and target_model is not None:
         cache = target_model.returned_cache(sequences.num_columns - 1)
@@ -126,8 +128,8 @@ def speculate(
     kind = SpeculativeEncoderDecoderOutput if target.is_encoder_decoder else SpeculativeOutput
     output = kind(
         sequences=text,
-        scores=scores and scores.by_token(),
-        logits=raw_logits and raw_logits.by_token(),
+        scores=scores and scores.by_token(stats.emitted),
+        logits=raw_logits and raw_logits.by_token(stats.emitted),
         **states.collect(target, text, prompt_length, config, inputs),
         **{target.cache_name: cache},
     )

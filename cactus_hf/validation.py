@@ -11,6 +11,7 @@ from transformers import generation as hf
 from . import support
 from .acceptance import AcceptanceRule
 from .law import has_closed_form
+from .processor_kinds import FOR_OTHER_MODELS, is_among
 
 
 if TYPE_CHECKING:
@@ -159,15 +160,11 @@ def check_cache(cache: Any, config: hf.GenerationConfig) -> None:
 
 
 def check_processors(processors: Any) -> None:
-    """Raises `ValueError` for processors that remember the texts they saw, rejected drafts included."""
-    for kind, option in (
-        (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, "guidance_scale"),
-        (hf.SynthIDTextWatermarkLogitsProcessor, "watermarking_config` with `SynthIDTextWatermarkingConfig"),
-    ):
-        if any(isinstance(processor, kind) for processor in processors):
+    """Raises `ValueError` for processors of other kinds of models."""
+    for processor in processors:
+        if is_among(processor, FOR_OTHER_MODELS):
             raise ValueError(
-                f"`{option}` keeps a state of its own that cannot be rolled back with the drafts: leave it out, or "
-                "leave `cactus_delta` and `acceptance_rule` out."
+                f"{type(processor).__name__} is for models with several rows of scores a text: leave it out."
             )
 
 

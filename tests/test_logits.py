@@ -79,24 +79,6 @@ def test_a_processor_must_keep_the_shape():
         BlockProcessor([lambda ids, scores: scores[:, :5]])(torch.randn(2, 1, 13), sequences())
 
 
-class Counting:
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, ids, scores):
-        self.calls += 1
-        return scores
-
-
-def test_the_draft_has_copies_of_what_remembers():
-    processor = Counting()
-    target = BlockProcessor([processor])
-    target.for_draft()(torch.randn(2, 1, 13), sequences())
-    assert processor.calls == 0
-    target(torch.randn(2, 1, 13), sequences())
-    assert processor.calls == 1
-
-
 def test_other_vocabularies():
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     assert fit_vocabulary(logits, 2).tolist() == [[1.0, 2.0]]

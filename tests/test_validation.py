@@ -8,11 +8,11 @@ import types
 import pytest
 import torch
 from transformers import (
+    ClassifierFreeGuidanceLogitsProcessor,
     DynamicCache,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     StaticCache,
-    SynthIDTextWatermarkingConfig,
 )
 
 import cactus_hf
@@ -20,7 +20,7 @@ import tiny
 from cactus_hf.validation import check_models, left_padding
 
 
-SYNTH_ID = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 5, 9, 11])
+OTHER_MODELS = ClassifierFreeGuidanceLogitsProcessor(2.0)
 
 
 class OwnRule(cactus_hf.AcceptanceRule):
@@ -85,10 +85,9 @@ def call(target, draft, **options):
         ({"cactus_delta": 1.0, "num_beams": 2}, "num_beams=2"),
         ({"cactus_delta": 1.0, "assistant_early_exit": 1}, "assistant_early_exit"),
         ({"cactus_delta": 1.0, "use_cache": False}, "use_cache"),
-        ({"cactus_delta": 1.0, "guidance_scale": 2.0}, "guidance_scale"),
+        ({"cactus_delta": 1.0, "logits_processor": [OTHER_MODELS]}, "ClassifierFreeGuidance.*leave it out"),
         ({"cactus_delta": 1.0, "cache_implementation": "static"}, "cache_implementation='static'"),
         ({"cactus_delta": 1.0, "speculation_kl": "no"}, "speculation_kl.*True or False"),
-        ({"cactus_delta": 1.0, "watermarking_config": SYNTH_ID}, "SynthID"),
         ({"cactus_delta": 1.0, "attention_mask": torch.ones(4, 9, dtype=torch.long)}, "attention_mask.*token"),
         ({"cactus_delta": 1.0, "attention_mask": torch.eye(4, dtype=torch.long)}, "4, 4.*4, 17"),
         ({"cactus_delta": 1.0, "assistant_tokenizer": tiny.word_tokenizer()}, "assistant_tokenizer.*without.*both"),

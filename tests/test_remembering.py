@@ -1,0 +1,344 @@
+"""Processors that remember what they were called with: each sees every committed prefix once, in order."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig
+
+import cactus_hf
+import tiny
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": tiny.PAD}
+LENGTHS = ((5,), (5, 17, 9, 2))
+SYNTH_ID = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 5, 9, 11, 13])
+
+
+@pytest.fixture
+def pair():
+    target, draft = tiny.pair("qwen3", eps=0.02)
+    return cactus_hf.enable(copy.deepcopy(target)), draft
+
+
+class Counting(LogitsProcessor):
+    """Moves the scores by how often it was called."""
+
+    def __init__(self):
+        self.calls, self.lengths = 0, []
+
+    def __call__(self, ids, scores):
+        self.calls += 1
+        self.lengths.append(ids.shape[1])
+        return scores.roll(self.calls % 5, -1)
+
+
+class Slotted:
+    """The same without a dictionary of attributes."""
+
+    __slots__ = ("calls", "lengths")
+    __init__, __call__ = Counting.__init__, Counting.__call__
+
+
+class Automaton:
+    """Behind every third token of its own choice come 5, 6 and 7; it counts from the first of its text.
+
+    Nothing of it changes until a token is one of its choice, which the prompts' last tokens are not.
+    """
+
+    def __init__(self, choice=frozenset(range(8, 40))):
+        self.choice, self.due = choice, {}
+
+    def __call__(self, ids, scores):
+        assert ids.shape[0] == scores.shape[0]
+        for row, last in enumerate(ids[:, -1].tolist()):
+            due = self.due.get(row, [])
+            if due:
+                assert last == due[0] or len(due) == 3, "text that it forbade"
+                self.due[row] = due = due[1:] if last == due[0] else due
+            elif last in self.choice:
+                self.due[row] = due = [5, 6, 7]
+            if due:
+                scores[row] = torch.where(torch.arange(scores.shape[1]) == due[0], scores[row], -torch.inf)
+        return scores
+
+
+class Frequencies:
+    """Penalises tokens by counts that it keeps in place, one row of them for each row of the batch."""
+
+    def __init__(self):
+        self.counts = None
+
+    def __call__(self, ids, scores):
+        if self.counts is None:
+            self.counts = torch.zeros_like(scores)
+        self.counts.scatter_add_(1, ids[:, -1:], torch.ones(len(ids), 1))
+        return scores - self.counts
+
+
+class PerRow:
+    """Has a setting, and a state, for each row of the batch."""
+
+    def __init__(self, steps):
+        self.steps, self.state = steps, [0] * len(steps)
+
+    def __call__(self, ids, scores):
+        for row, step in enumerate(self.steps):
+            self.state[row] += step
+        return torch.stack([row.roll(self.state[i] % 5) for i, row in enumerate(scores)])
+
+
+class Bound:
+    def __init__(self):
+        self.inner = Counting()
+
+    def process(self, ids, scores):
+        return self.inner(ids, scores)
+
+
+MAKERS = {
+    "counting": Counting,
+    "slots": Slotted,
+    "automaton": Automaton,
+    "tensor": Frequencies,
+    "bound method": lambda: Bound().process,
+    "partial": lambda: functools.partial(Counting()),
+    "random": lambda: Noisy(),
+}
+
+
+class Noisy:
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, ids, scores):
+        return scores + 3 * torch.randn(scores.shape[1], generator=self.generator)
+
+
+def rows_alone(target, prompts, make, **options):
+    """Plain texts of the rows, one at a time but padded as in the batch, each with a processor of its own."""
+    rows = []
+    for index in range(len(prompts.input_ids)):
+        inputs = {name: value[index : index + 1] for name, value in prompts.inputs.items()}
+        rows.append(target.generate(**inputs, **GREEDY | options, logits_processor=make(index)))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=("one row", "batch"))
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("source", ("draft", "lookup"))
+def test_equals_plain_rows(pair, name, lengths, source):
+    target, draft = pair
+    prompts = tiny.ragged_prompts(lengths)
+    drafting = {"assistant_model": draft} if source == "draft" else {"prompt_lookup_num_tokens": 3}
+    expected = rows_alone(target, prompts, lambda row: [MAKERS[name]()])
+    output = target.generate(
+        **prompts.inputs,
+        **GREEDY,
+        **drafting,
+        cactus_delta=1.0,
+        logits_processor=[MAKERS[name]()],
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(output.sequences, expected)
+    if source == "draft":
+        assert output.speculation.drafted.sum() > output.speculation.accepted.sum() > 0
+
+
+def test_the_users_own_object_ends_as_after_plain_generation(pair):
+    target, draft = pair
+    prompt = tiny.ragged_prompts((5,)).inputs
+    plain, ours = Counting(), Counting()
+    text = target.generate(**prompt, **GREEDY, logits_processor=[plain])
+    kept = ours.lengths
+    for end in (None, int(text[0, 14])):
+        plain.__init__()
+        ours.calls, ours.lengths[:] = 0, []
+        options = GREEDY | {"eos_token_id": end}
+        target.generate(**prompt, **options, logits_processor=[plain])
+        target.generate(**prompt, **options, logits_processor=[ours], assistant_model=draft, cactus_delta=1.0)
+        assert ours.lengths == plain.lengths and ours.calls == plain.calls
+    assert ours.lengths is kept, "what the user holds of it is what was written to"
+
+
+def test_in_a_batch_the_users_own_object_is_left_alone(pair):
+    target, draft = pair
+    processor = Counting()
+    call = {**tiny.ragged_prompts().inputs, **GREEDY, "assistant_model": draft, "cactus_delta": 1.0}
+    target.generate(**call, logits_processor=[processor])
+    assert processor.calls == 0
+
+
+def test_one_that_remembers_nothing_stays_shared_by_the_rows(pair):
+    class Bias:
+        calls = []
+
+        def __init__(self):
+            self.bias = 4 * torch.randn(4, tiny.VOCAB)
+
+        def __call__(self, ids, scores):
+            self.calls.append(len(ids))
+            return scores + self.bias
+
+    target, draft = pair
+    prompts, processor = tiny.ragged_prompts((6, 6, 6, 6)), Bias()
+    call = {**prompts.inputs, **GREEDY, "logits_processor": [processor]}
+    plain = target.generate(**call)
+    assert torch.equal(target.generate(**call, assistant_model=draft, cactus_delta=1.0), plain)
+    assert set(Bias.calls) == {4}
+
+
+def test_values_for_each_row_meet_that_row(pair):
+    target, draft = pair
+    prompts, steps = tiny.ragged_prompts(), [1, 2, 3, 4]
+    call = {**prompts.inputs, **GREEDY}
+    plain = target.generate(**call, logits_processor=[PerRow(steps)])
+    ours = target.generate(**call, logits_processor=[PerRow(steps)], assistant_model=draft, cactus_delta=1.0)
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=("one row", "batch"))
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"watermarking_config": SYNTH_ID},
+        {"guidance_scale": 1.7},
+        {"guidance_scale": 1.7, "negative_prompt_ids": [7, 8, 9]},
+        {"guidance_scale": 0.5, "negative_prompt_ids": [7, 8, 9], "negative_prompt_attention_mask": [0, 1, 1]},
+    ),
+    ids=lambda options: "-".join(options),
+)
+def test_transformers_own(pair, options, lengths):
+    target, draft = pair
+    each = {
+        name: torch.tensor([value] * len(lengths)) if isinstance(value, list) else value
+        for name, value in options.items()
+    }
+    call = {**tiny.ragged_prompts(lengths).inputs, **GREEDY, **each}
+    plain = target.generate(**call)
+    assert torch.equal(target.generate(**call, assistant_model=draft, cactus_delta=1.0), plain)
+
+
+def test_lists_of_processors(pair):
+    target, draft = pair
+    prompts = tiny.ragged_prompts()
+    nested = LogitsProcessorList([LogitsProcessorList([Counting(), Automaton()]), lambda ids, scores: scores / 2])
+    expected = rows_alone(target, prompts, lambda row: [Counting(), Automaton(), lambda ids, scores: scores / 2])
+    ours = target.generate(
+        **prompts.inputs, **GREEDY, logits_processor=nested, assistant_model=draft, cactus_delta=1.0
+    )
+    assert torch.equal(ours, expected)
+
+
+class TestSampling:
+    @pytest.mark.parametrize("lengths", LENGTHS, ids=("one row", "batch"))
+    @pytest.mark.parametrize("delta", (0.0, 2.0))
+    def test_never_leaves_the_language(self, pair, lengths, delta):
+        target, draft = pair
+        output = target.generate(
+            **tiny.ragged_prompts(lengths).inputs,
+            **GREEDY | {"do_sample": True, "max_new_tokens": 40},
+            logits_processor=[Automaton()],
+            assistant_model=draft,
+            cactus_delta=delta,
+        )
+        for text in output[:, max(lengths) - 1 :].tolist():
+            check, scores = Automaton(), torch.zeros(1, tiny.VOCAB)
+            for end in range(1, len(text)):
+                allowed = check(torch.tensor([text[:end]]), scores.clone())
+                assert allowed[0, text[end]] == 0
+
+    def test_scores_are_those_of_the_committed_calls(self, pair):
+        target, draft = pair
+        prompt = tiny.ragged_prompts((5,)).inputs
+        options = GREEDY | {"do_sample": True, "return_dict_in_generate": True, "output_scores": True, "top_k": 0}
+        output = target.generate(
+            **prompt,
+            **options,
+            output_logits=True,
+            logits_processor=[Counting()],
+            assistant_model=draft,
+            cactus_delta=0.5,
+        )
+        for call, (scores, logits) in enumerate(zip(output.scores, output.logits, strict=True), start=1):
+            assert torch.equal(scores, logits.roll(call % 5, -1))
+
+
+class TestRefused:
+    """Before any forward pass."""
+
+    @pytest.fixture
+    def call(self, pair, monkeypatch):
+        target, draft = pair
+        for model in (target, draft):
+            monkeypatch.setattr(type(model), "__call__", lambda *args, **kwargs: pytest.fail("a forward pass ran"))
+
+        def generate(processor, lengths=(5,)):
+            return target.generate(
+                **tiny.ragged_prompts(lengths).inputs,
+                **GREEDY,
+                logits_processor=[processor],
+                assistant_model=draft,
+                cactus_delta=1.0,
+            )
+
+        return generate
+
+    def test_what_cannot_be_copied(self, call):
+        processor = Counting()
+        processor.stream = (i for i in range(9))
+        with pytest.raises(ValueError, match="Counting cannot be copied.*generator.*__deepcopy__"):
+            call(processor)
+        assert processor.calls == 0
+
+    def test_what_takes_no_single_row(self, call):
+        class Insists(Counting):
+            def __call__(self, ids, scores):
+                assert len(ids) == 4
+                return super().__call__(ids, scores)
+
+        with pytest.raises(ValueError, match="Insists.*4 rows.*takes no single row.*row by row"):
+            call(Insists(), (5, 17, 9, 2))
+
+    def test_what_mixes_its_rows(self, call):
+        class Mixes(Counting):
+            def __call__(self, ids, scores):
+                super().__call__(ids, scores)
+                return scores + ids.float().mean()
+
+        with pytest.raises(ValueError, match="Mixes.*something else.*row by row"):
+            call(Mixes(), (5, 17, 9, 2))
+
+
+class TestExceptions:
+    def test_its_own_exception_is_raised_at_the_same_place(self, pair):
+        class Stops(Counting):
+            def __call__(self, ids, scores):
+                scores = super().__call__(ids, scores)
+                if self.calls == 12:
+                    raise RuntimeError(f"at {ids.tolist()}")
+                return scores
+
+        target, draft = pair
+        prompt, messages = tiny.ragged_prompts((5,)).inputs, []
+        for options in ({}, {"assistant_model": draft, "cactus_delta": 1.0}):
+            processor = Stops()
+            with pytest.raises(RuntimeError, match="at ") as error:
+                target.generate(**prompt, **GREEDY, logits_processor=[processor], **options)
+            messages.append(str(error.value))
+            assert processor.calls == 12
+        assert messages[0] == messages[1]
+
+    def test_a_call_after_one_that_failed(self, pair):
+        target, draft = pair
+        prompts = tiny.ragged_prompts((5,))
+        call = {**prompts.inputs, **GREEDY, "assistant_model": draft, "cactus_delta": 1.0}
+        broken = types.SimpleNamespace(put=lambda tokens: 1 / 0, end=lambda: None)
+        with pytest.raises(ZeroDivisionError):
+            target.generate(**call, logits_processor=[Counting()], streamer=broken)
+        expected = rows_alone(target, prompts, lambda row: [Counting()])
+        assert torch.equal(target.generate(**call, logits_processor=[Counting()]), expected)
