@@ -51,7 +51,7 @@ class RaggedModel:
         cache (`Cache`): transformers' cache, holding the prompts in `num_columns` columns.
         padding (`torch.Tensor` of shape [B], on the CPU): padded columns of each row.
         position_ids (`torch.Tensor`, *optional*): of the prompts, as the model took them.
-        max_length (`int`): most columns a row may have.
+        longest (`torch.Tensor` of shape [B], on the CPU): most tokens that each row may have.
         is_returned (`bool`): whether `returned_cache` will be asked for; then rows that leave are remembered.
     """
 
@@ -63,7 +63,7 @@ class RaggedModel:
         num_columns: int,
         position_ids: Tensor | None = None,
         *,
-        max_length: int,
+        longest: Tensor,
         is_returned: bool,
     ):
         self.host, self.source, self.is_returned = host, cache, is_returned
@@ -75,7 +75,7 @@ class RaggedModel:
         self.takes_positions = host.takes("position_ids")
         self.last_slot = num_columns - 1 - padding  # [B] on the CPU, of the prompts
         # Rows with fewer drafts than others are filled up; learned positions must not be asked for more than exist
-        self.last_position = max_length - 1 - padding  # [B] on the CPU
+        self.last_position = longest - 1  # [B] on the CPU
         self.offset = position_offset(position_ids, num_columns - padding)  # [..., B] on the CPU
 
     def score(self, tokens: Tensor, first: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 
 from . import support
 from .config import KEYWORDS, SpeculationOptions, make_options
+from .early_exit import check_early_exit, first_layers
 from .model_inputs import extended
 from .ragged_cache import RaggedCache
 from .session import speculate
@@ -63,8 +64,15 @@ def validate_generation_mode(
     draft = call.get("assistant_model") if is_assisted else None
     generation_config.use_cache = True  # some checkpoints say otherwise; a call that says so has been refused
     check_mode(generation_config, draft is not None)
-    sources = Sources(Host(model), None if draft is None else Host(draft), options, generation_config)
+    sources = Sources(Host(model), _draft_host(model, draft, generation_config), options, generation_config)
     check_models(sources.hosts, (call.get("tokenizer"), call.get("assistant_tokenizer")))
+
+
+def _draft_host(model: Any, draft: Any, config: Any) -> Host | None:
+    if config.assistant_early_exit is not None:
+        check_early_exit(model, config.assistant_early_exit)
+        draft = first_layers(model, config.assistant_early_exit)
+    return None if draft is None else Host(draft)
 
 
 def assisted_decoding(
@@ -85,7 +93,7 @@ def assisted_decoding(
         kwargs.pop(name, None)
     draft = kwargs.pop("assistant_model", None)
     try:
-        return speculate(Host(model), None if draft is None else Host(draft), options, *prepared, **kwargs)
+        return speculate(Host(model), _draft_host(model, draft, generation_config), options, *prepared, **kwargs)
     finally:
         if draft is not None and stock_class(type(model)).__name__.startswith("Whisper"):
             # Whisper's own `generate()` leaves this behind on a draft, for stock assisted generation
@@ -276,13 +284,6 @@ class Host:
     def takes(self, name: str) -> bool:
         """Whether the model's forward pass has an argument of that name."""
         return name in inspect.signature(self.inner.forward).parameters
-
-    @functools.cached_property
-    def num_positions(self) -> int | None:
-        """Learned positions that the model has, if its positions are learned."""
-        tables = (m for name, m in self.inner.named_modules() if "pos" in name.split(".")[-1] or name.endswith("wpe"))
-        is_learned = any(isinstance(table, nn.Embedding) for table in tables)
-        return getattr(self.config, "max_position_embeddings", None) if is_learned else None
 
     def own_cache(self) -> DynamicCache:
         """An empty cache for what the model itself writes."""

@@ -86,12 +86,14 @@ def prefilled(
     config: hf.GenerationConfig,
     is_returned: bool = False,
     watched: dict[str, Any] | None = None,
+    context: int | None = None,
 ) -> tuple[Tensor, CachedModel]:
     """Run the prompts as plain `generate()` would.
 
     Args:
         is_returned (`bool`): whether the caller will want the cache.
         watched (`dict`, *optional*): options of the forward pass, if the one row's model is to keep its outputs.
+        context (`int`, *optional*): most tokens a row may come to have, if not the config's `max_length` columns.
 
     Returns:
         Logits [R, V] behind the prompts, and the model holding them.
@@ -113,11 +115,9 @@ def prefilled(
     if not is_ragged:
         kept = None if watched is None else first
         return logits, CroppedModel(host, cache, input_ids, inputs | (watched or {}), int(padding[0]), kept)
-    max_length = min(config.max_length, MOST_COLUMNS)
+    longest = min(config.max_length, MOST_COLUMNS) - padding if context is None else torch.full_like(padding, context)
     position_ids = inputs.get("position_ids")
-    model = RaggedModel(
-        host, cache, padding, num_columns, position_ids, max_length=max_length, is_returned=is_returned
-    )
+    model = RaggedModel(host, cache, padding, num_columns, position_ids, longest=longest, is_returned=is_returned)
     if not is_trusted and not model.is_faithful(input_ids[:, -1:], logits):
         raise UnequalRowsError(host.name)
     return logits, model

@@ -71,6 +71,12 @@ class Sequences:
         row = int(self.rows[0])
         return self.tokens[row : row + 1, int(self.padding[row]) : int(self.length[row])]
 
+    def read_at(self, first: Tensor, count: int) -> Tensor:
+        """[B, count]: the tokens from position `first` [B] (on the CPU) on, with any tokens outside a row's text."""
+        columns = (first + self.padding[self.rows])[:, None] + torch.arange(count)
+        columns = columns.clamp(0, self.tokens.shape[1] - 1).to(self.tokens.device)
+        return self.tokens[self.row_index[:, None], columns]
+
     def by_length(self) -> Iterator[tuple[int, Tensor]]:
         """Committed lengths of the active rows, each with the numbers of the rows (on the CPU) that have it."""
         length = self.length[self.rows]

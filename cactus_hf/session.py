@@ -24,8 +24,8 @@ from .sequences import Sequences
 from .sources import Sources
 from .stopping import Stopping
 from .validation import (
-    check_batch,
     check_cache,
+    check_context,
     check_inputs,
     check_measurable,
     check_processors,
@@ -72,7 +72,7 @@ def speculate(
     stopping = Stopping(criteria, input_ids, target.vocab_size if has_scores else None)
     max_length = min(config.max_length, stopping.max_length or config.max_length, MOST_COLUMNS)
     sources = Sources(target, draft, options, config)
-    check_batch(sources.hosts, prompt_length - padding, max_length - int(padding.min()))
+    check_context(target, prompt_length - padding, max_length - int(padding.min()))
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
 
@@ -97,7 +97,7 @@ def speculate(
         first_logits, target_model = prefilled(target, prompts, config, is_cache_returned, sources.watched)
         decoder = Decoder(
             target_model,
-            sources.make(prompts, target_model, block_processor, first_logits.shape[-1]),
+            sources.make(prompts, sequences, target_model, block_processor, first_logits.shape[-1]),
             sequences,
             select_rows(rule, rows) if do_sample else None,
             block_processor,

@@ -9,14 +9,17 @@ from torch import Tensor
 from transformers import generation as hf
 from transformers.utils import ModelOutput
 
+from . import support
 from .cached_model import CachedModel, CroppedModel
 from .candidate_generators import GeneratorSource, num_fixed_drafts
 from .config import LENGTH_KEYWORDS, SpeculationOptions, given
 from .draft_length import DraftLength
-from .drafting import DraftModel, DraftSource, known
+from .drafting import DraftModel, DraftSource
 from .logits import BlockProcessor
 from .prefill import TEXT_INPUTS, Prompts, prefilled
 from .prompt_lookup import PromptLookup
+from .reading import Reader, SharedText
+from .sequences import Sequences
 
 
 if TYPE_CHECKING:
@@ -69,7 +72,12 @@ class Sources:
         return None if self.generator is None else dict(self.generator.model_kwargs_overrides)
 
     def make(
-        self, prompts: Prompts, target_model: CachedModel, processors: BlockProcessor, vocab_size: int
+        self,
+        prompts: Prompts,
+        sequences: Sequences,
+        target_model: CachedModel,
+        processors: BlockProcessor,
+        vocab_size: int,
     ) -> DraftSource:
         """The source; `target_model` holds the prompts, and `vocab_size` is the target's."""
         if self.generator is not None:
@@ -80,16 +88,18 @@ class Sources:
         draft = self.draft
         if draft is None:
             return PromptLookup(self.config.max_matching_ngram_size or 2, vocab_size)
-        own = Prompts(
-            known(prompts.input_ids, draft.vocab_size), prompts.padding, draft_inputs(draft, prompts, self.config)
-        )
-        _, model = prefilled(draft, own, self.config)
+        device = draft_device(draft, prompts)
+        inputs, has_media = draft_inputs(draft, prompts, self.config)
+        # Placeholders of images cannot be cut off
+        context = None if has_media else support.draft_context(draft.config)
+
+        def prefill(input_ids: Tensor, padding: Tensor) -> tuple[Tensor, CachedModel]:
+            own = inputs if has_media else inputs | text_inputs(draft, padding, input_ids)
+            return prefilled(draft, Prompts(input_ids, padding, own), self.config, context=context)
+
+        reader = Reader(prefill, SharedText((vocab_size, draft.vocab_size), device), sequences, context)
         return DraftModel(
-            model,
-            processors.for_draft(),
-            (vocab_size, draft.vocab_size),
-            bool(self.config.do_sample),
-            self.length.confidence_threshold,
+            reader, processors.for_draft(), bool(self.config.do_sample), self.length.confidence_threshold
         )
 
 
@@ -104,22 +114,34 @@ def _generators_length(num_fixed: int | None, draft: Host | None, options: Specu
     return options.draft_length({"num_assistant_tokens": num_fixed})
 
 
-def draft_inputs(draft: Host, prompts: Prompts, config: hf.GenerationConfig) -> dict[str, Any]:
-    """What the draft's forward pass takes besides the prompts' ids, of what the target's takes."""
-    inputs = {name: _cast(value, draft.dtype) for name, value in prompts.inputs.items() if value is not None}
+def draft_device(draft: Host, prompts: Prompts) -> torch.device:
+    """Where the draft takes its inputs; the parameters of an offloaded model say "meta"."""
+    return prompts.input_ids.device if draft.device.type == "meta" else draft.device
+
+
+def draft_inputs(draft: Host, prompts: Prompts, config: hf.GenerationConfig) -> tuple[dict[str, Any], bool]:
+    """What the draft's forward pass takes besides the text, of what the target's takes; whether it includes media."""
+    device = draft_device(draft, prompts)
+    inputs = {name: _cast(value, draft.dtype, device) for name, value in prompts.inputs.items() if value is not None}
     if draft.is_encoder_decoder:
-        return _encoder_inputs(draft, prompts, config)
+        return _encoder_inputs(draft, prompts, config), False
     if "encoder_outputs" in inputs:
-        own = {"attention_mask": inputs.get("decoder_attention_mask")}
-        return own | ({"encoder_outputs": inputs["encoder_outputs"]} if draft.takes("encoder_outputs") else {})
-    own = {"attention_mask": inputs.get("attention_mask")}
+        return ({"encoder_outputs": inputs["encoder_outputs"]} if draft.takes("encoder_outputs") else {}), False
     media = {name: value for name, value in inputs.items() if name not in TEXT_INPUTS and value != {}}
     if media and all(draft.takes(name) for name in media):
-        return own | media | {"position_ids": inputs.get("position_ids")}
-    if draft.takes("position_ids") and prompts.padding.any():
-        columns = torch.arange(prompts.input_ids.shape[1]) - prompts.padding[:, None]
-        own["position_ids"] = columns.clamp_min(0).to(prompts.input_ids.device)
-    return own
+        text = {name: inputs.get(name) for name in ("attention_mask", "position_ids")}
+        return media | text, True
+    return {}, False
+
+
+def text_inputs(draft: Host, padding: Tensor, input_ids: Tensor) -> dict[str, Tensor]:
+    """The inputs that tell a draft of the padding of its rows `input_ids` [B, columns]."""
+    positions = torch.arange(input_ids.shape[1]) - padding[:, None]
+    name = "decoder_attention_mask" if draft.is_encoder_decoder else "attention_mask"
+    inputs = {name: (positions >= 0).long().to(input_ids.device)}
+    if draft.takes("position_ids") and padding.any():
+        inputs["position_ids"] = positions.clamp_min(0).to(input_ids.device)
+    return inputs
 
 
 def _encoder_inputs(draft: Host, prompts: Prompts, config: hf.GenerationConfig) -> dict[str, Any]:
@@ -129,15 +151,16 @@ def _encoder_inputs(draft: Host, prompts: Prompts, config: hf.GenerationConfig) 
             f"The draft, {draft.name}, has an encoder of its own, which cannot read the target's `encoder_outputs`: "
             "pass what they were made from instead."
         )
-    names = ("attention_mask", "decoder_attention_mask")
-    own = {name: prompts.inputs[name] for name in names if prompts.inputs.get(name) is not None}
-    return draft.encoded(_cast(source, draft.dtype), own, config)
+    device = draft_device(draft, prompts)
+    mask = prompts.inputs.get("attention_mask")
+    own = {} if mask is None else {"attention_mask": mask.to(device)}
+    return draft.encoded(_cast(source, draft.dtype, device), own, config)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Tensors of real numbers, and outputs made of such, in the draft's precision."""
+def _cast(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Tensors, and outputs made of such, on the draft's device, and in its precision if they are real numbers."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return value.to(device, dtype if value.is_floating_point() else value.dtype)
     if isinstance(value, ModelOutput):
-        return type(value)(**{name: _cast(each, dtype) for name, each in value.items()})
+        return type(value)(**{name: _cast(each, dtype, device) for name, each in value.items()})
     return value

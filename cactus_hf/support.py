@@ -32,14 +32,30 @@ def has_fixed_rope(config: Any, shortest: int, longest: int) -> bool:
     Dynamic scaling changes them with every token behind the original context, longrope once, when a text outgrows it:
     then those of a block depend on where it and the other rows end, and nothing is like plain decoding any more.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
-    scaled = [
-        r for r in (rope, *rope.values()) if isinstance(r, dict) and r.get("rope_type") in ("dynamic", "longrope")
-    ]
+    scaled = _scaled_rope(config)
     if not scaled:
         return True
-    limits = [r.get("original_max_position_embeddings") for r in scaled]
-    original = getattr(config, "original_max_position_embeddings", None)
-    limit = next((each for each in (*limits, original) if each), config.max_position_embeddings)
+    limit = _original_context(config, scaled)
     is_beyond_it = shortest > limit and all(r["rope_type"] == "longrope" for r in scaled)
     return longest <= limit or is_beyond_it
+
+
+def draft_context(config: Any) -> int | None:
+    """Tokens that a draft should read at most, if its configuration sets a limit.
+
+    Behind it a model has no positions, was not trained, or changes the rotary frequencies of all rows.
+    """
+    scaled = _scaled_rope(config)
+    return _original_context(config, scaled) if scaled else getattr(config, "max_position_embeddings", None)
+
+
+def _scaled_rope(config: Any) -> list[dict[str, Any]]:
+    """The settings of rotary frequencies that depend on the length of the text."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [r for r in (rope, *rope.values()) if isinstance(r, dict) and r.get("rope_type") in ("dynamic", "longrope")]
+
+
+def _original_context(config: Any, scaled: list[dict[str, Any]]) -> int:
+    limits = [r.get("original_max_position_embeddings") for r in scaled]
+    original = getattr(config, "original_max_position_embeddings", None)
+    return next((each for each in (*limits, original) if each), config.max_position_embeddings)

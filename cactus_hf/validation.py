@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 # Padding of one family's vocabularies differs by less; a larger difference means different tokenizers
 MAX_VOCABULARY_PADDING = 1024
-SOURCES = "`assistant_model=`, a smaller model with the same tokenizer, or `prompt_lookup_num_tokens=`"
-OTHER_SOURCES = {
-    "assistant_early_exit": "early exit",
-}
+SOURCES = "`assistant_model=`, a smaller model; `assistant_early_exit=`; or `prompt_lookup_num_tokens=`"
 
 
 def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
@@ -32,15 +29,13 @@ def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
             f"`cactus_delta` and `acceptance_rule` verify sampled or greedy drafts; `num_beams={config.num_beams}` "
             "is neither. Leave one of the two out."
         )
-    for name, what in OTHER_SOURCES.items():
-        if getattr(config, name, None):
-            raise ValueError(
-                f"`{name}` ({what}) does not yet go with `cactus_delta` and `acceptance_rule`: pass {SOURCES}."
-            )
-    others = {"use_mtp": config.use_mtp, "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens}
-    drafting = (["assistant_model"] if has_draft else []) + [name for name, value in others.items() if value]
+    options = ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit")
+    values = {name: getattr(config, name, None) for name in options}
+    drafting = ["assistant_model"] * has_draft + [
+        name for name, value in values.items() if value is not None and value is not False
+    ]
     if len(drafting) > 1:
-        raise ValueError(f"{' and '.join(f'`{name}`' for name in drafting)} both draft: give one of them.")
+        raise ValueError(f"{' and '.join(f'`{name}`' for name in drafting)} each draft: give one of them.")
     if not drafting:
         raise ValueError(
             f"`cactus_delta` and `acceptance_rule` are about drafted tokens, and nothing drafts: pass {SOURCES}."
@@ -49,7 +44,8 @@ def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
         raise ValueError(
             f"`speculation_type={config.speculation_type!r}` needs the model that drafts so: pass `assistant_model`."
         )
-    if (ngram := config.max_matching_ngram_size) is not None and (not isinstance(ngram, int) or ngram < 1):
+    ngram = config.max_matching_ngram_size
+    if ngram is not None and (isinstance(ngram, bool) or not isinstance(ngram, int) or ngram < 1):
         raise ValueError(f"`max_matching_ngram_size` must be an integer of at least 1, got {ngram!r}.")
 
 
@@ -67,11 +63,6 @@ def check_models(hosts: dict[str, Host], tokenizers: tuple[Any, Any]) -> None:
 
 
 def _check_likeness(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> None:
-    if target.device != draft.device:
-        raise ValueError(
-            f"The target is on {target.device} and the draft on {draft.device}: move the draft with "
-            f'`assistant_model.to("{target.device}")`.'
-        )
     if tokenizers[1] is not None and tokenizers[0] is None:
         raise ValueError("`assistant_tokenizer` is given without `tokenizer`: pass both, or neither.")
     if tokenizers[1] is not None:  # the target's alone is for stop strings
@@ -88,26 +79,21 @@ def _check_likeness(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> N
         )
 
 
-def check_batch(hosts: dict[str, Host], prompt_lengths: Tensor, longest: int) -> None:
-    """Raises `ValueError` for rows that a model cannot hold, together or one by one.
+def check_context(target: Host, prompt_lengths: Tensor, longest: int) -> None:
+    """Raises `ValueError` for texts that the target would not go on with as plain decoding does.
+
+    (Whatever a draft reads, its own law is the one its tokens are drawn from.)
 
     Args:
-        hosts (`dict`): "target" and, if there is one, "draft".
         prompt_lengths (`torch.Tensor` of shape [R], on the CPU): tokens of each prompt.
         longest (`int`): tokens that a row may come to have.
     """
-    for role, host in hosts.items():
-        if not support.has_fixed_rope(host.config, int(prompt_lengths.min()), longest):
-            raise ValueError(
-                f"The {role}, {host.name}, changes its rotary frequencies as a text outgrows the model's original "
-                f"context, so that drafts cannot be verified as plain decoding would go on, and a row may come to "
-                f"{longest} tokens here. Lower `max_new_tokens`."
-            )
-        if role == "draft" and host.num_positions is not None and longest > host.num_positions:
-            raise ValueError(
-                f"The draft, {host.name}, has {host.num_positions} positions, but a row may come to {longest} tokens. "
-                "Lower `max_new_tokens`, or take another draft."
-            )
+    if not support.has_fixed_rope(target.config, int(prompt_lengths.min()), longest):
+        raise ValueError(
+            f"The target, {target.name}, changes its rotary frequencies as a text outgrows the model's original "
+            f"context, so that drafts cannot be verified as plain decoding would go on, and a row may come to "
+            f"{longest} tokens here. Lower `max_new_tokens`."
+        )
 
 
 def check_inputs(

@@ -148,7 +148,8 @@ def verify_block(
         if draft_logits is None or draft is None:
             draft_probs = torch.zeros_like(weights).scatter_(1, token, 1.0)
         else:
-            draft_probs = _row_probs(draft_logits, draft, at)
+            dtype = torch.promote_types(weights.dtype, draft_logits.dtype)
+            draft_probs = _row_probs(draft_logits, draft, at).to(dtype)
             # A rule that compares the laws rejects only if p_n > q_n. The rows are rounded otherwise than the scalars
             # that decided; where they disagree, n itself would be drawn again.
             at_least = weights.gather(1, token)

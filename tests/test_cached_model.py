@@ -31,7 +31,7 @@ def prefilled(model, prompts: tiny.Prompts, is_ragged: bool):
         outputs = host.prefill(prompts.input_ids, GenerationConfig(), inputs)
     logits, cache = outputs.logits[:, -1], outputs[host.cache_name]
     if is_ragged:
-        return logits, RaggedModel(host, cache, padding, columns, positions, max_length=100, is_returned=False)
+        return logits, RaggedModel(host, cache, padding, columns, positions, longest=100 - padding, is_returned=False)
     return logits, CroppedModel(host, cache, prompts.input_ids, inputs, int(padding[0]))
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 from itertools import product
 
+import laws
 import pytest
 import torch
-from rounds import round_law
 from torch import Tensor
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
@@ -211,70 +211,15 @@ def plain(target, prompts: tiny.Prompts, max_new_tokens: int = NEW_TOKENS) -> li
 
 
 class TestLaw:
-    """Three tokens of a vocabulary of 8: 512 cells for each of 4 prompts of different lengths.
-
-    Level: a correct sampler fails one of these tests with probability 1e-4 or less. Seeds were fixed beforehand.
-    """
-
-    LEVEL = 1e-4
-    PROMPTS = tiny.ragged_prompts((1, 4, 7, 3), vocab=8)
+    """Seeds were fixed beforehand."""
 
     def frequencies(self, enabled, num_calls: int, **options) -> Tensor:
-        """Counts [4, 8, 8, 8] of the first three new tokens, from batches of 256 rows."""
-        target, draft = enabled(tiny.vocabulary8(0)), tiny.vocabulary8(1)
-        inputs = {name: value.repeat(64, 1) for name, value in self.PROMPTS.inputs.items()}
-        counts = torch.zeros(4, 512)
-        for _ in range(num_calls):
-            tokens = target.generate(
-                **inputs,
-                assistant_model=draft,
-                do_sample=True,
-                max_new_tokens=6,
-                eos_token_id=None,
-                pad_token_id=0,
-                **options,
-            )[:, -6:-3]
-            cell = (tokens * torch.tensor([64, 8, 1])).sum(1).view(64, 4)
-            counts += torch.stack([torch.bincount(cell[:, row], minlength=512) for row in range(4)])
-        return counts.view(4, 8, 8, 8)
+        target = enabled(tiny.vocabulary8(0))
+        return laws.frequencies(target, num_calls, assistant_model=tiny.vocabulary8(1), **options)
 
     def exact(self, rule, num_drafts: int) -> Tensor:
-        """The same law [4, 8, 8, 8] from whole rounds enumerated in float64."""
-        target, draft = (tiny.vocabulary8(seed, dtype=torch.float64) for seed in (0, 1))
-        law = torch.zeros(4, 8, 8, 8, dtype=torch.float64)
-        for row in range(4):
-            prompt = self.PROMPTS.row(row).input_ids[0].tolist()
-
-            def probabilities(model, text, prompt=prompt):
-                with torch.no_grad():
-                    return model(torch.tensor([prompt + list(text)])).logits[0, -1].softmax(-1).tolist()
-
-            for text, chance in round_law(
-                lambda text: probabilities(target, text),
-                lambda text: probabilities(draft, text),
-                rule,
-                num_drafts,
-                num_tokens=3,
-            ).items():
-                law[row][text] = chance
-        return law
-
-    def assert_follows(self, counts: Tensor, law: Tensor) -> None:
-        statistic = degrees = 0.0
-        for observed, chances in zip(counts.flatten(1), law.flatten(1), strict=True):
-            expected = chances * observed.sum()
-            is_rare = expected < 5  # pooled into one cell
-            cells = [
-                (observed[~is_rare], expected[~is_rare]),
-                (observed[is_rare].sum()[None], expected[is_rare].sum()[None]),
-            ]
-            for o, e in cells:
-                o, e = o[e > 0], e[e > 0]
-                statistic += float(((o - e) ** 2 / e).sum())
-                degrees += len(e)
-            degrees -= 1
-        chance = torch.special.gammaincc(*torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64))
-        assert chance > self.LEVEL
+        target, draft = (laws.law_of(tiny.vocabulary8(seed, dtype=torch.float64)) for seed in (0, 1))
+        return laws.exact(target, draft, rule, num_drafts)
 
     def target_law(self) -> Tensor:
         return self.exact(cactus_hf.SpeculativeSampling(), 3)
@@ -283,7 +228,7 @@ class TestLaw:
         target = tiny.vocabulary8(0, dtype=torch.float64)
         law = self.target_law()
         for row, (a, b, c) in product(range(4), [(0, 0, 0), (3, 1, 7), (7, 7, 2)]):
-            prompt = self.PROMPTS.row(row).input_ids[0].tolist()
+            prompt = laws.PROMPTS.row(row).input_ids[0].tolist()
             with torch.no_grad():
                 rows = target(torch.tensor([prompt + [a, b]])).logits[0, -3:].softmax(-1)
             assert torch.isclose(law[row, a, b, c], rows[0, a] * rows[1, b] * rows[2, c], rtol=1e-9, atol=0)
@@ -291,18 +236,18 @@ class TestLaw:
     @pytest.mark.parametrize("num_drafts", (1, 3))
     def test_delta_0_samples_the_target(self, enabled, num_drafts):
         counts = self.frequencies(enabled, 40, cactus_delta=0.0, num_assistant_tokens=num_drafts)
-        self.assert_follows(counts, self.target_law())
+        laws.assert_follows(counts, self.target_law())
 
     @pytest.mark.parametrize("num_drafts", (1, 2, 3))
     def test_cactus_samples_the_law_of_its_rounds(self, enabled, num_drafts):
         counts = self.frequencies(enabled, 40, cactus_delta=0.5, num_assistant_tokens=num_drafts)
-        self.assert_follows(counts, self.exact(cactus_hf.Cactus(0.5), num_drafts))
+        laws.assert_follows(counts, self.exact(cactus_hf.Cactus(0.5), num_drafts))
 
     def test_the_test_can_tell_the_laws_apart(self, enabled):
         """Delta .5 against the target's law: the level would be useless if this passed."""
         counts = self.frequencies(enabled, 10, cactus_delta=0.5, num_assistant_tokens=3)
         with pytest.raises(AssertionError):
-            self.assert_follows(counts, self.target_law())
+            laws.assert_follows(counts, self.target_law())
 
     @pytest.mark.parametrize(
         "rule",
@@ -316,25 +261,25 @@ class TestLaw:
     )
     def test_other_rules_sample_the_law_of_their_rounds(self, enabled, rule):
         counts = self.frequencies(enabled, 30, acceptance_rule=rule, num_assistant_tokens=2)
-        self.assert_follows(counts, self.exact(rule, 2))
+        laws.assert_follows(counts, self.exact(rule, 2))
 
     def test_delta_of_each_row(self, enabled):
         deltas = torch.tensor([0.0, 0.5, 0.0, 0.5]).repeat(64)
         counts = self.frequencies(enabled, 40, cactus_delta=deltas, num_assistant_tokens=2)
         lossless, raised = self.target_law(), self.exact(cactus_hf.Cactus(0.5), 2)
-        self.assert_follows(counts, torch.stack([lossless[0], raised[1], lossless[2], raised[3]]))
+        laws.assert_follows(counts, torch.stack([lossless[0], raised[1], lossless[2], raised[3]]))
 
     def test_confidence_threshold_leaves_the_law_as_it_is(self, enabled):
         """Dropping the unconfident token instead of keeping it would bias what is drafted."""
         counts = self.frequencies(
             enabled, 40, cactus_delta=0.0, num_assistant_tokens=3, assistant_confidence_threshold=0.3
         )
-        self.assert_follows(counts, self.target_law())
+        laws.assert_follows(counts, self.target_law())
 
     def test_seeded_rows_sample_the_target(self, enabled):
         generator = torch.Generator().manual_seed(11)
         counts = self.frequencies(enabled, 40, cactus_delta=0.0, num_assistant_tokens=3, generator=generator)
-        self.assert_follows(counts, self.target_law())
+        laws.assert_follows(counts, self.target_law())
 
 
 class TestSampling:
