@@ -11,6 +11,7 @@ from transformers import generation as hf
 from transformers.utils import ModelOutput
 
 from .cached_model import CachedModel, CroppedModel, RaggedModel, widened
+from .ragged_cache import UnequalRowsError
 
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ SEQUENCES = (
     "token_type_ids",
     "mm_token_type_ids",
 )
-
-
-class UnequalRowsError(Exception):
-    """A model minds the lengths of a row's neighbours."""
 
 
 class Prompts(NamedTuple):

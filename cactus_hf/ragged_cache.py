@@ -44,6 +44,10 @@ class Slots(NamedTuple):
         return self.first[:, None] + torch.arange(self.num_tokens, device=self.first.device)
 
 
+class UnequalRowsError(Exception):
+    """A model minds the lengths of a row's neighbours, so that its rows cannot share a cache."""
+
+
 class RaggedLayer(CacheLayerMixin):
     """Keys [B, heads, capacity, key size] and values [B, heads, capacity, value size] of one layer."""
 
@@ -115,6 +119,8 @@ class RaggedCache(Cache):
                 ragged.layers.append(layer)
                 continue
             missing = num_columns - layer.keys.shape[2]  # a sliding layer has dropped this many early columns
+            if missing < 0 or missing > 0 and not layer.is_sliding:
+                raise UnequalRowsError("A layer's states are not those of the text.")
             keys, values = (_left_aligned(states, padding, missing) for states in (layer.keys, layer.values))
             ragged.layers.append(RaggedLayer(keys, values, ragged))
         return ragged

@@ -18,7 +18,8 @@ from .draft_length import LengthSchedule
 from .logits import BlockProcessor
 from .outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput, TokenRows
 from .parameters import select_rows
-from .prefill import MOST_COLUMNS, Prompts, UnequalRowsError, prefilled
+from .prefill import MOST_COLUMNS, Prompts, prefilled
+from .ragged_cache import UnequalRowsError
 from .randomness import NoUniforms, make_uniforms
 from .sequences import Sequences
 from .sources import Sources
@@ -60,7 +61,7 @@ def speculate(
     num_sequences = config.num_return_sequences or 1
     do_sample = bool(config.do_sample)
 
-    check_inputs(inputs, input_ids, streamer, synced_gpus, target.is_encoder_decoder)
+    check_inputs(target, inputs, input_ids, streamer, synced_gpus)
     check_cache(inputs.get(target.cache_name), config)
     check_processors(processors)
     if options.speculation_kl:

@@ -96,16 +96,19 @@ def check_context(target: Host, prompt_lengths: Tensor, longest: int) -> None:
         )
 
 
-def check_inputs(
-    inputs: dict[str, Any], input_ids: Tensor, streamer: Any, synced_gpus: bool, is_encoder_decoder: bool
-) -> None:
+def check_inputs(target: Host, inputs: dict[str, Any], input_ids: Tensor, streamer: Any, synced_gpus: bool) -> None:
     """Raises `ValueError` for inputs that the loop would have to ignore."""
-    if inputs.get("inputs_embeds") is not None and not is_encoder_decoder:
+    if inputs.get("pixel_values") is not None and getattr(target.config, "cross_attention_layers", None):
+        raise ValueError(
+            f"{target.name} looks at images by cross attention, whose states transformers' caches cannot keep while "
+            "they take drafts back: leave `pixel_values` out, or `cactus_delta` and `acceptance_rule`."
+        )
+    if inputs.get("inputs_embeds") is not None and not target.is_encoder_decoder:
         raise ValueError(
             "`inputs_embeds` cannot be passed along with `cactus_delta` or `acceptance_rule`: the draft reads token "
             "ids. Pass `input_ids`."
         )
-    mask = None if is_encoder_decoder else inputs.get("attention_mask")
+    mask = None if target.is_encoder_decoder else inputs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         raise ValueError(
             f"`attention_mask` has the shape {list(mask.shape)}, but the prompts have {list(input_ids.shape)}: give "

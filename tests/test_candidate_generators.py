@@ -41,7 +41,7 @@ def gemma4(vocab: int, logit_scale: float):
         "vocab_size": vocab,
     }
     config = transformers.Gemma4TextConfig(
-        **shape | layers, tie_word_embeddings=False, hidden_size_per_layer_input=8, vocab_size_per_layer_input=vocab
+        **shape | layers, hidden_size_per_layer_input=8, vocab_size_per_layer_input=vocab
     )
     target = built(transformers.Gemma4ForCausalLM(config), logit_scale=logit_scale)
     own = shape | {"num_hidden_layers": 2, "sliding_window": 8, "layer_types": layers["layer_types"][:2]}
