@@ -6,14 +6,13 @@ and run our loop where stock transformers would run assisted decoding. Checked w
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
@@ -27,6 +26,7 @@ from .ragged_cache import RaggedCache
 from .session import speculate
 from .sources import Sources
 from .validation import check_mode, check_models
+from .wrappers import check_surroundings, execution_device, unwrapped
 
 
 Model = TypeVar("Model")
@@ -46,7 +46,8 @@ def prepare_generation_config(
     """Takes our keywords off, and lets their meaning travel on the config of the call."""
     call = {name: kwargs.pop(name, None) for name in KEYWORDS}
     options = make_options(call | kwargs, [c for c in (generation_config, model.generation_config) if c is not None])
-    options = options or getattr(generation_config, OPTIONS, None)  # Whisper prepares a config twice
+    if options is None:  # Whisper, and pipelines of transformers 5.17, prepare a config and hand it in again
+        options = getattr(generation_config, OPTIONS, None)
     config, model_kwargs = stock(generation_config, *args, **kwargs)
     if not config.is_assistant:  # a draft that is enabled too drafts as any other
         setattr(config, OPTIONS, options)
@@ -65,6 +66,8 @@ def validate_generation_mode(
     generation_config.use_cache = True  # some checkpoints say otherwise; a call that says so has been refused
     check_mode(generation_config, draft is not None)
     sources = Sources(Host(model), _draft_host(model, draft, generation_config), options, generation_config)
+    for role, host in sources.hosts.items():
+        check_surroundings(role, host)
     check_models(sources.hosts, (call.get("tokenizer"), call.get("assistant_tokenizer")))
 
 
@@ -136,16 +139,23 @@ class SpeculativeMixin:
         return save_pretrained(super().save_pretrained, self, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickles as the model it was, readable without this package. Protocol 1 alone does not insist on our class.
-        rebuild, (cls, *rest), *state = cast(tuple, super().__reduce_ex__(1))
-        return rebuild, (stock_class(cls), *rest), *state
+        # Protocol 1 alone does not insist on our class. No `__deepcopy__` instead: wrappers hand the names that they
+        # lack to the model inside, so that copying a wrapper would copy that model only.
+        rebuild, args, *state = cast(tuple, super().__reduce_ex__(1))
+        return _Rebuild(rebuild), tuple(stock_class(a) if a is type(self) else a for a in args), *state
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        rebuild, args, state, *_ = self.__reduce_ex__(1)
-        clone = rebuild(*args)
-        memo[id(self)] = clone
-        clone.__dict__.update(copy.deepcopy(state, memo))
-        return enable(clone)
+
+class _Rebuild:
+    """Makes an enabled model for `copy`, but pickles as what makes a stock one, readable without this package."""
+
+    def __init__(self, rebuild: Callable):
+        self.rebuild = rebuild
+
+    def __call__(self, *args: Any) -> Any:
+        return enable(self.rebuild(*args))
+
+    def __reduce__(self) -> tuple:
+        return functools.partial, (self.rebuild,)
 
 
 @functools.cache
@@ -209,24 +219,6 @@ def _hosted(function: Callable, stock: Callable) -> Callable:
     return method
 
 
-def unwrapped(model: Any, kind: type = GenerationMixin) -> Any:
-    """The transformers model inside PEFT, `torch.compile` and data-parallel wrappers."""
-    inner = model
-    while not isinstance(inner, kind):
-        if hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        elif hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        elif isinstance(getattr(inner, "module", None), nn.Module):
-            inner = inner.module
-        else:
-            raise TypeError(
-                f"`cactus_hf.enable` needs a transformers model that can `generate()`, such as an "
-                f"`AutoModelForCausalLM`; got {type(model).__name__}."
-            )
-    return inner
-
-
 class Host:
     """What the loop needs of a transformers model."""
 
@@ -243,7 +235,7 @@ class Host:
 
     @property
     def device(self) -> torch.device:
-        return self.inner.device
+        return execution_device(self.inner)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -168,7 +168,8 @@ def _write(states: Tensor, new: Tensor, slots: Slots) -> None:
         states[:, :, slots.lowest : slots.width] = new
         return
     row = torch.arange(new.shape[0], device=states.device)[:, None]
-    states[row, :, slots.positions().to(states.device)] = new.transpose(1, 2)
+    # Under autocast a cache of transformers 5.17 holds values in float32 that the model writes in half precision
+    states[row, :, slots.positions().to(states.device)] = new.transpose(1, 2).to(states.dtype)
 
 
 def _enlarged(states: Tensor, capacity: int) -> Tensor:

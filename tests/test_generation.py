@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, StoppingCriteriaList, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 import cactus_hf
 import tiny
@@ -356,17 +356,3 @@ class TestInputs:
         plain = target.generate(**call)
         assert torch.equal(target.generate(**call, assistant_model=draft, cactus_delta=1.0), plain)
         assert target.generation_config.use_cache is False
-
-
-class TestPipeline:
-    def test_text_generation(self, pair):
-        target, draft = pair
-        tokenizer = tiny.word_tokenizer()
-        pipe = pipeline("text-generation", model=target, tokenizer=tokenizer)
-        prompts = ["w5 w6 w7", "w9 w10 w11 w12 w13", "w20"]
-        options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
-        plain = [pipe(prompt, **options)[0]["generated_text"] for prompt in prompts]
-        with cactus_hf.track() as calls:
-            ours = pipe(prompts, batch_size=3, assistant_model=draft, cactus_delta=1.0, **options)
-        assert [row[0]["generated_text"] for row in ours] == plain
-        assert len(calls) == 1 and calls[0].rounds.shape == (3,)
