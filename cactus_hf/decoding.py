@@ -28,6 +28,7 @@ class Decoder:
     """One call's decoding, with everything it needs.
 
     Args:
+        first_logits (`torch.Tensor` of shape [B, V]): the target's behind the prompts.
         target (`CachedModel`): the model whose law counts, holding the prompts.
         source (`DraftSource`): what drafts.
         sequences (`Sequences`): the token ids, prompts to begin with.
@@ -41,6 +42,7 @@ class Decoder:
         scores, raw_logits (`TokenRows`, *optional*): collect the target's processed and unprocessed logits.
     """
 
+    first_logits: Tensor
     target: CachedModel
     source: DraftSource
     sequences: Sequences
@@ -55,11 +57,12 @@ class Decoder:
     raw_logits: TokenRows | None = None
     has_warned: bool = False
 
-    def run(self, first_logits: Tensor) -> None:
-        """Decode until every row has ended; `first_logits` [B, V] are the target's behind the prompts."""
-        self._first_token(first_logits[:, None])
+    def run(self) -> CachedModel:
+        """Decode until every row has ended; the target, holding what the last of them left."""
+        self._first_token(self.first_logits[:, None])
         while self.sequences.num_active:
             self._round()
+        return self.target
 
     def _first_token(self, logits: Tensor) -> None:
         none = self._no_drafts()

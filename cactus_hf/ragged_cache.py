@@ -44,8 +44,11 @@ class Slots(NamedTuple):
         return self.first[:, None] + torch.arange(self.num_tokens, device=self.first.device)
 
 
-class UnequalRowsError(Exception):
+class UnequalRowsError(RuntimeError):
     """A model minds the lengths of a row's neighbours, so that its rows cannot share a cache."""
+
+    def __init__(self, name: str):
+        super().__init__(f"{name} cannot hold rows of different lengths: call `generate()` row by row.")
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -120,7 +123,7 @@ class RaggedCache(Cache):
                 continue
             missing = num_columns - layer.keys.shape[2]  # a sliding layer has dropped this many early columns
             if missing < 0 or missing > 0 and not layer.is_sliding:
-                raise UnequalRowsError("A layer's states are not those of the text.")
+                raise UnequalRowsError("A model with states of something else than the text")
             keys, values = (_left_aligned(states, padding, missing) for states in (layer.keys, layer.values))
             ragged.layers.append(RaggedLayer(keys, values, ragged))
         return ragged

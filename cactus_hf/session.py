@@ -91,12 +91,13 @@ def speculate(
     raw_logits = TokenRows(num_rows) if is_returned and config.output_logits else None
     schedule = LengthSchedule(sources.length, num_rows)
 
-    def decode(prompts: Prompts, rows: Tensor) -> CachedModel:
-        """Decode the prompts of `rows` together; the target holds them afterwards."""
+    def start(prompts: Prompts, rows: Tensor) -> Decoder:
+        """Read the prompts of `rows`, to be decoded together."""
         sequences.activate(rows)
         sources.prepare(prompts, block_processor.for_generators())
         first_logits, target_model = prefilled(target, prompts, config, is_cache_returned, sources.watched)
-        decoder = Decoder(
+        return Decoder(
+            first_logits,
             target_model,
             sources.make(prompts, sequences, target_model, block_processor, first_logits.shape[-1]),
             sequences,
@@ -110,10 +111,8 @@ def speculate(
             scores,
             raw_logits,
         )
-        decoder.run(first_logits)
-        return target_model
 
-    target_model = _decode_all(decode, prompts, sources)
+    target_model = _decode_all(start, prompts, sources)
     block_processor.finish(sequences)
     cache = None
     if is_cache_returned and target_model is not None:
@@ -138,21 +137,21 @@ def speculate(
     return output
 
 
-def _decode_all(
-    decode: Callable[[Prompts, Tensor], CachedModel], prompts: Prompts, sources: Sources
-) -> CachedModel | None:
+def _decode_all(start: Callable[[Prompts, Tensor], Decoder], prompts: Prompts, sources: Sources) -> CachedModel | None:
     """Decode all rows, together where the models can; the target holding them, `None` if it held one after another."""
     num_rows = len(prompts.input_ids)
     if sources.are_ragged or num_rows == 1 and not sources.reads_states:
         try:
-            return decode(prompts, torch.arange(num_rows))
+            decoder = start(prompts, torch.arange(num_rows))
         except UnequalRowsError:
             pass  # it could not be told before the prompts were read
+        else:
+            return decoder.run()
     if num_rows > 1:
         prompts.check_separable()
         _warn_row_by_row(sources)
     for row in range(num_rows):
-        target_model = decode(prompts.row(row), torch.tensor([row]))
+        target_model = start(prompts.row(row), torch.tensor([row])).run()
     return target_model if num_rows == 1 else None
 
 
