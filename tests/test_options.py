@@ -133,7 +133,7 @@ def test_refused(option: Option, example: tuple[Call, str], rows: int, name: str
     call, words = example
     own = source(name) | ({"assistant_model": draft} if name == "assistant_model" else {})
     with pytest.raises((ValueError, TypeError), match=f"(?s){words}"):
-        cactus_hf.enable(target).generate(**call_of(call, rows), **own)
+        cactus_hf.enable(target).generate(**own | call_of(call, rows))
 
 
 @pytest.mark.parametrize("rows", LENGTHS)
@@ -151,13 +151,46 @@ def test_prompts_are_read_in_chunks(rows: int):
     assert all(seen[: len(chunks)] == chunks for seen in widths.values())
 
 
+@pytest.mark.parametrize("rows", LENGTHS)
+@pytest.mark.parametrize("name", ("llama", "gpt2", "mistral"))
+def test_states(name: str, rows: int):
+    """Attentions and hidden states of each token, as plain generation gives them; those of padding are void."""
+    model, draft = tiny.pair(name, "eager")
+    wanted = {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True}
+    plain = model.generate(**call_of(wanted, rows))
+    target = cactus_hf.enable(copy.copy(model))
+    for own in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}):
+        ours = target.generate(**call_of(wanted, rows), **own, cactus_delta=1.0)
+        for field in ("attentions", "hidden_states"):
+            assert len(ours[field]) == len(plain[field]) == PLAIN["max_new_tokens"]
+            for number, entries in enumerate(zip(ours[field], plain[field], strict=True)):
+                for left, right in zip(*entries, strict=True):
+                    if number == 0:
+                        is_real = prompts_of(rows).attention_mask.bool()
+                        left, right = (x.movedim(-2, 1)[is_real] for x in (left, right))
+                    torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)  # float32, in one pass or in many
+
+
+@pytest.mark.parametrize("rows", LENGTHS)
+@pytest.mark.parametrize("name", ("llama", "gpt2"))
+def test_positions_that_start_elsewhere(name: str, rows: int):
+    model, draft = tiny.pair(name)
+    positions = (prompts_of(rows).attention_mask.cumsum(1) - 1).clamp_min(0) + 3
+    call = call_of({"position_ids": positions}, rows)
+    plain = model.generate(**call)
+    target = cactus_hf.enable(copy.copy(model))
+    for own in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}):
+        assert torch.equal(target.generate(**call, **own, cactus_delta=1.0), plain)
+    assert name != "gpt2" or not torch.equal(plain, model.generate(**call_of({}, rows))), "positions are learned"
+
+
 @pytest.mark.parametrize("name", ("qwen3", "mistral", "gpt2", "bloom"))
 @pytest.mark.parametrize("lengths", ((16,), (5, 17, 9)), ids=("one row", "batch"))
 def test_a_prefilled_prompt(name: str, lengths: tuple[int, ...]):
     """A cache that a forward pass filled with the first tokens, and the ids of the whole text."""
     model, draft = tiny.pair(name)
     if name == "bloom" and len(lengths) > 1:
-        pytest.skip("ALiBi models take one row at a time")
+        pytest.skip("ALiBi models take one row at a time, and a cache cannot be split into rows")
     prompts = tiny.ragged_prompts(lengths)
     plain = model.generate(**prompts.inputs, **PLAIN)
     for own in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}):
@@ -185,8 +218,9 @@ def test_caches_that_do_not_fit(name: str, monkeypatch):
     more = torch.cat([ids, ids], 1)
     for words, inputs in {
         "holds 9 tokens.*9: pass the whole": {"input_ids": ids},
-        "holds 9 tokens.*4: pass the whole": {"input_ids": ids[:, :4], "attention_mask": torch.ones(1, 13)},
-        "position_ids.*cache holds": {"input_ids": more[:, :12], "attention_mask": torch.ones(1, 21)},
+        "holds 9 tokens.*4: pass the whole": {"input_ids": ids[:, :4]},
+        "position_ids.*cache holds belong": {"input_ids": ids[:, :4], "attention_mask": torch.ones(1, 13)},
+        "position_ids.*cache holds.*prompts": {"input_ids": more[:, :12], "attention_mask": torch.ones(1, 21)},
         "attention_mask.*cache holds": {
             "input_ids": more[:, :12], "attention_mask": (torch.arange(21) > 0).long()[None]
         },
