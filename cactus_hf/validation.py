@@ -88,8 +88,8 @@ def check_models(hosts: dict[str, Host], tokenizers: tuple[Any, Any]) -> None:
             )
         if not host.has_masks:
             raise ValueError(
-                f"The {role}, {host.name}, has the attention implementation {host.attention!r}, for which no masks are "
-                "made: several tokens behind a cache would see one another. Register one for it by "
+                f"The {role}, {host.name}, has the attention implementation {host.attention!r}, for which no masks "
+                "are made: several tokens behind a cache would see one another. Register one for it by "
                 "`transformers.AttentionMaskInterface.register`."
             )
     if "draft" in hosts:
@@ -177,8 +177,8 @@ def check_cache(cache: Any, num_rows: int, length: int) -> None:
     num_held = int(cache.get_seq_length())
     if num_held >= length:
         raise ValueError(
-            f"The cache holds {num_held} tokens, but the prompts have {length}: pass the whole text's token ids, those "
-            "in the cache included, with one `attention_mask` value for each, and at least one that is new."
+            f"The cache holds {num_held} tokens, but the prompts have {length}: pass the whole text's token ids, "
+            "those in the cache included, with one `attention_mask` value for each, and at least one that is new."
         )
     held_rows = {layer.keys.shape[0] for layer in cache.layers if num_held}
     if held_rows and held_rows != {num_rows}:

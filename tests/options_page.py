@@ -46,9 +46,9 @@ def page(sections: dict[str, tuple[Option, ...]]) -> str:
     """The text of docs/options.md."""
     parts = [
         "# Options\n\n",
-        "What becomes of every parameter of transformers' `GenerationConfig` and every argument of `generate()` in a\n",
-        "call with `cactus_delta` or `acceptance_rule`. A call without them is transformers' own. Every line is run by\n",
-        "the tests, for one prompt and for a ragged batch.\n\n",
+        "What becomes of every parameter of transformers' `GenerationConfig` and every argument of `generate()` in\n",
+        "a call with `cactus_delta` or `acceptance_rule`. A call without them is transformers' own. The tests run\n",
+        "every line, for one prompt and for a ragged batch.\n\n",
         *(f"* **{status}**: {meaning}\n" for status, meaning in STATUS.items()),
     ]
     for title, options in sections.items():

@@ -1,4 +1,4 @@
-"""What becomes of every parameter of `GenerationConfig` and every argument of `generate()`; test_options.py runs it."""
+"""The table of options, a row for each parameter and argument; tests/test_options.py runs it."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ LOGITS = (
         "of the prompts, by transformers",
         calls=(lambda p: {"token_healing": True, "tokenizer": WORDS, "input_ids": last(p.input_ids, 5)},),
     ),
+    equal("watermarking_config", "", WatermarkingConfig(bias=5.0), SYNTH_ID),
     equal(
-        "watermarking_config",
-        "`WatermarkingConfig`; `SynthIDTextWatermarkingConfig` is refused",
-        WatermarkingConfig(bias=5.0),
-        refused=(({"watermarking_config": SYNTH_ID}, "SynthID"),),
+        "guidance_scale",
+        "takes a pass of the target for every draft, which is slower than plain generation",
+        1.5,
+        tests=("test_remembering.py::test_transformers_own",),
     ),
-    refused("guidance_scale", "other than 1", 1.5, "leave"),
 )
 CACHE = (
     inert(
@@ -187,9 +187,21 @@ DRAFTS = (
         "max_matching_ngram_size", "of prompt lookup", 3, tests=("test_prompt_lookup.py::test_equals_the_definition",)
     ),
     refused("assistant_ensemble_weight", "`acceptance_rule=Mixture(weight)` is that rule", 0.5, "Mixture"),
-    refused("assistant_early_exit", "", 1, "early exit"),
-    refused("use_mtp", "with another source of drafts", True, "one of them|both draft"),
-    refused("speculation_type", "without `assistant_model`", "dflash", "assistant_model", assistant_model=None),
+    honoured(
+        "assistant_early_exit",
+        "drafts by the target's own first layers",
+        tests=("test_early_exit.py::test_greedy_texts_equal_plain_ones",),
+    ),
+    honoured(
+        "use_mtp",
+        "drafts by layers of the target's checkpoint; rows of a batch one after another",
+        tests=("test_candidate_generators.py::test_greedy_text_is_plain",),
+    ),
+    honoured(
+        "speculation_type",
+        "`assistant_model` says how it drafts; rows of a batch one after another",
+        tests=("test_candidate_generators.py::test_greedy_text_is_plain",),
+    ),
     inert("assistant_lookbehind", "for drafts with another tokenizer", 3),
     inert("target_lookbehind", "for drafts with another tokenizer", 3),
     refused("is_assistant", "transformers' own mark of a draft", True, "leave it out"),
@@ -226,14 +238,14 @@ OUTPUT = (
     honoured(
         "output_attentions",
         "with eager attention, as in plain generation; from one more pass over the text",
-        tests=("test_options.py::test_states",),
+        tests=("test_states.py::test_equal_those_of_plain_decoding",),
     ),
     inert(
         "output_hidden_states",
         "from one more pass over the text",
         True,
         beside=RETURNED,
-        tests=("test_options.py::test_states",),
+        tests=("test_states.py::test_equal_those_of_plain_decoding",),
     ),
 )
 OTHERS = (
@@ -263,26 +275,30 @@ ARGUMENTS = (
         GenerationConfig(repetition_penalty=1.3),
         tests=("test_generation.py::test_in_a_generation_config_passed_in",),
     ),
-    equal("logits_processor", "without memory: it sees rejected drafts too", LogitsProcessorList([shifted])),
+    equal(
+        "logits_processor",
+        "one that remembers earlier calls must allow `copy.deepcopy`; drafts are tried on copies",
+        LogitsProcessorList([shifted]),
+        tests=("test_remembering.py::test_equals_plain_rows", "test_remembering.py::test_what_cannot_be_copied"),
+    ),
     equal(
         "stopping_criteria",
-        "asked about each committed prefix, without memory; its `scores` are `None`",
+        "asked about each committed prefix, once",
         StoppingCriteriaList([lambda ids, scores, **_: ids.shape[1] >= 24]),
         tests=("test_session.py::test_criteria_of_the_user_end_rows_inside_a_block",),
     ),
     equal("prefix_allowed_tokens_fn", "", lambda row, ids: list(range(10 * row + len(ids) % 2, 10 * row + 30))),
     honoured(
         "assistant_model",
-        "the draft: a model of the target's tokenizer, on its device",
+        "the draft: a model of the target's tokenizer",
         tests=(
             "test_decoding.py::test_ragged_batch_equals_plain_rows",
             "test_validation.py::test_another_tokenizer",
-            "test_validation.py::test_another_device",
         ),
     ),
     honoured(
         "streamer",
-        "one row; 1-D blocks of tokens as soon as they are committed; a batch is refused",
+        "one row; gets tokens as soon as they are committed; a batch is refused",
         tests=(
             "test_session.py::test_tokens_come_as_they_are_committed",
             "test_session.py::test_text_streamers",
@@ -297,8 +313,22 @@ ARGUMENTS = (
         beside={"tokenizer": BYTES},
         tests=("test_validation.py::test_another_tokenizer_of_the_same_size",),
     ),
-    inert("negative_prompt_ids", "for `guidance_scale`", torch.tensor([[5]])),
-    inert("negative_prompt_attention_mask", "for `guidance_scale`", torch.tensor([[1]])),
+    equal(
+        "negative_prompt_ids",
+        "for `guidance_scale`",
+        calls=(lambda p: {"negative_prompt_ids": p.input_ids[:, -2:], "guidance_scale": 1.5},),
+    ),
+    equal(
+        "negative_prompt_attention_mask",
+        "for `guidance_scale`",
+        calls=(
+            lambda p: {
+                "negative_prompt_ids": p.input_ids[:, -3:],
+                "negative_prompt_attention_mask": last(p.attention_mask[:, -3:], 0).flip(1),
+                "guidance_scale": 1.5,
+            },
+        ),
+    ),
     refused("synced_gpus", "", True, "not supported"),
     refused("custom_generate", "a function; the code of a folder or Hub name is its own", lambda *_, **__: 0, "leave"),
     inert("trust_remote_code", "for `custom_generate`", True),
@@ -332,8 +362,8 @@ INPUTS = (
     ),
     honoured(
         "cache",
-        "`past_key_values` in transformers 5.17; a `DynamicCache` of an earlier turn or a prefilled prompt, along with "
-        "the ids of the whole text; it is filled",
+        "`past_key_values` in transformers 5.17; a `DynamicCache` of an earlier turn or a prefilled prompt, along "
+        "with the ids of the whole text; it is filled",
         tests=(
             "test_session.py::test_serves_the_next_turn",
             "test_options.py::test_a_prefilled_prompt",
