@@ -92,6 +92,11 @@ def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOpt
         lengths |= given(source, list(LENGTH_KEYWORDS))
     if call.get("use_cache") is False:
         raise ValueError("Speculative decoding rolls back a cache: `use_cache=False` cannot go with it. Leave it out.")
+    if is_explicit and call.get("cache_implementation") == "paged":  # transformers goes another way before it checks
+        raise ValueError(
+            '`cache_implementation="paged"` is continuous batching (`generate_batch`), which decodes without drafts: '
+            "leave it out, or leave `cactus_delta` and `acceptance_rule` out."
+        )
     return SpeculationOptions(rule, is_explicit, wants_kl, _checked_generator(own.get("generator")), lengths)
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import ModelOutput
 
 from . import support
@@ -46,6 +48,8 @@ def prepare_generation_config(
     """Takes our keywords off, and lets their meaning travel on the config of the call."""
     call = {name: kwargs.pop(name, None) for name in KEYWORDS}
     options = make_options(call | kwargs, [c for c in (generation_config, model.generation_config) if c is not None])
+    if options is not None and options.is_explicit and kwargs.get("is_assistant"):
+        raise ValueError("`is_assistant=True` is for drafts: leave it out of a call with a rule or `cactus_delta`.")
     if options is None:  # Whisper, and pipelines of transformers 5.17, prepare a config and hand it in again
         options = getattr(generation_config, OPTIONS, None)
     config, model_kwargs = stock(generation_config, *args, **kwargs)
@@ -64,7 +68,8 @@ def validate_generation_mode(
         return stock(generation_mode, generation_config, call)
     draft = call.get("assistant_model") if is_assisted else None
     generation_config.use_cache = True  # some checkpoints say otherwise; a call that says so has been refused
-    check_mode(generation_config, draft is not None)
+    # Where the decoding method is a function of the user's, `generate()` hands on nothing else than its own arguments
+    check_mode(generation_config, str(generation_mode.value), draft is not None, is_custom="synced_gpus" not in call)
     sources = Sources(Host(model), _draft_host(model, draft, generation_config), options, generation_config)
     for role, host in sources.hosts.items():
         check_surroundings(role, host)
@@ -111,11 +116,23 @@ def save_pretrained(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> A
     return stock(*args, **kwargs)
 
 
+def generate_batch(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses our keywords, which continuous batching would silently ignore, as it does all that it does not know."""
+    given = [f"`{name}`" for name in KEYWORDS if kwargs.get(name) is not None]
+    if given:
+        raise ValueError(
+            f"`generate_batch`, continuous batching, decodes without drafts: leave {' and '.join(given)} out, or call "
+            "`generate()`."
+        )
+    return stock(*args, **kwargs)
+
+
 # Methods of transformers' own classes, and what `enable()` puts around them for the whole process
 HOSTED: tuple[tuple[type, str, Callable], ...] = (
     (GenerationMixin, "_prepare_generation_config", prepare_generation_config),
     (GenerationMixin, "_validate_generation_mode", validate_generation_mode),
     (GenerationMixin, "_assisted_decoding", assisted_decoding),
+    (ContinuousMixin, "generate_batch", generate_batch),
     (PreTrainedModel, "save_pretrained", save_pretrained),
 )
 
@@ -134,6 +151,9 @@ class SpeculativeMixin:
     @functools.wraps(GenerationMixin._assisted_decoding)  # `generate()` looks at the signature
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
         return assisted_decoding(super()._assisted_decoding, self, *args, **kwargs)  # type: ignore[misc]
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return generate_batch(super().generate_batch, self, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         return save_pretrained(super().save_pretrained, self, *args, **kwargs)  # type: ignore[misc]
@@ -248,6 +268,11 @@ class Host:
     @property
     def attention(self) -> str:
         return self.config._attn_implementation
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether transformers makes masks for the model's attention; else it must make them itself."""
+        return self.attention in AttentionMaskInterface().valid_keys()
 
     @property
     def is_encoder_decoder(self) -> bool:

@@ -62,7 +62,7 @@ def speculate(
     do_sample = bool(config.do_sample)
 
     check_inputs(target, inputs, input_ids, streamer, synced_gpus)
-    check_cache(inputs.get(target.cache_name), config)
+    check_cache(inputs.get(target.cache_name), num_rows, prompt_length)
     check_processors(processors)
     if options.speculation_kl:
         check_measurable(options.rule)

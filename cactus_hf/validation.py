@@ -22,8 +22,34 @@ MAX_VOCABULARY_PADDING = 1024
 SOURCES = "`assistant_model=`, a smaller model; `assistant_early_exit=`; or `prompt_lookup_num_tokens=`"
 
 
-def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
-    """Raises `ValueError` unless the call is one of assisted generation with a draft model."""
+# Options that choose a decoding method which is fetched from the Hub
+OTHER_METHODS = {
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa",
+    "constraints": "constrained beam search",
+    "force_words_ids": "constrained beam search",
+}
+
+
+def check_mode(config: hf.GenerationConfig, mode: str, has_draft: bool, is_custom: bool) -> None:
+    """Raises `ValueError` unless the call is one of assisted generation with a source of drafts.
+
+    Args:
+        mode (`str`): value of transformers' `GenerationMode`.
+        is_custom (`bool`): whether `custom_generate` is a function.
+    """
+    if is_custom:
+        raise ValueError(
+            "`custom_generate` decodes by its own function, which knows nothing of `cactus_delta` and "
+            "`acceptance_rule`: leave it out, or leave them out."
+        )
+    is_other = mode not in ("greedy_search", "sample", "assisted_generation")
+    for name, method in OTHER_METHODS.items():
+        if getattr(config, name, None) is not None and (is_other or name == "dola_layers"):
+            raise ValueError(
+                f"`{name}` asks for {method}, another decoding method than that of `cactus_delta` and "
+                "`acceptance_rule`: leave it out, or leave them out."
+            )
     if (config.num_beams or 1) > 1:
         raise ValueError(
             f"`cactus_delta` and `acceptance_rule` verify sampled or greedy drafts; `num_beams={config.num_beams}` "
@@ -44,6 +70,8 @@ def check_mode(config: hf.GenerationConfig, has_draft: bool) -> None:
         raise ValueError(
             f"`speculation_type={config.speculation_type!r}` needs the model that drafts so: pass `assistant_model`."
         )
+    if config.cache_implementation not in (None, "dynamic"):  # before the cache is made
+        raise _cache_error(f"`cache_implementation={config.cache_implementation!r}`")
     ngram = config.max_matching_ngram_size
     if ngram is not None and (isinstance(ngram, bool) or not isinstance(ngram, int) or ngram < 1):
         raise ValueError(f"`max_matching_ngram_size` must be an integer of at least 1, got {ngram!r}.")
@@ -57,6 +85,12 @@ def check_models(hosts: dict[str, Host], tokenizers: tuple[Any, Any]) -> None:
                 f"The {role}, {host.name}, cannot be rolled back to the last accepted token: it keeps a recurrent "
                 "state, or has no key/value cache at all. Use a model whose layers are all attention "
                 "over such a cache."
+            )
+        if not host.has_masks:
+            raise ValueError(
+                f"The {role}, {host.name}, has the attention implementation {host.attention!r}, for which no masks "
+                "are made: several tokens behind a cache would see one another. Register one for it by "
+                "`transformers.AttentionMaskInterface.register`."
             )
     if "draft" in hosts:
         _check_likeness(hosts["target"], hosts["draft"], tokenizers)
@@ -112,13 +146,14 @@ def check_inputs(target: Host, inputs: dict[str, Any], input_ids: Tensor, stream
     if mask is not None and mask.shape != input_ids.shape:
         raise ValueError(
             f"`attention_mask` has the shape {list(mask.shape)}, but the prompts have {list(input_ids.shape)}: give "
-            "one value a token."
+            "one value a token. (Tokens that a cache holds belong to the prompts.)"
         )
     positions = inputs.get("position_ids")
     if positions is not None and positions.shape[-1] != input_ids.shape[1]:
         raise ValueError(
             f"`position_ids`, made from `attention_mask` unless given, have the shape {list(positions.shape)}, but "
-            f"the prompts have {list(input_ids.shape)}: give one value a token."
+            f"the prompts have {list(input_ids.shape)}: give one value a token. (Tokens that a cache holds belong to "
+            "the prompts.)"
         )
     if len(input_ids) == 0:
         raise ValueError("There are no rows: give at least one prompt.")
@@ -134,18 +169,33 @@ def check_inputs(target: Host, inputs: dict[str, Any], input_ids: Tensor, stream
         )
 
 
-def check_cache(cache: Any, config: hf.GenerationConfig) -> None:
-    """Raises `ValueError` for caches that cannot be rolled back row by row."""
+def check_cache(cache: Any, num_rows: int, length: int) -> None:
+    """Raises `ValueError` for a cache that cannot be rolled back row by row, or does not fit prompts [R, `length`]."""
+    if cache is None:
+        return
     cache = getattr(cache, "self_attention_cache", cache)  # what an encoder left is never rolled back
-    kind = type(cache).__name__
-    if cache is not None and kind != "DynamicCache" or getattr(cache, "offloading", False):
-        cause = (
-            f"`cache_implementation={config.cache_implementation!r}`" if config.cache_implementation else f"a `{kind}`"
-        )
+    is_offloading = bool(getattr(cache, "offloading", False))
+    if type(cache).__name__ != "DynamicCache" or is_offloading:
+        raise _cache_error(f"a `{type(cache).__name__}`" + " with offloading" * is_offloading)
+    num_held = int(cache.get_seq_length())
+    if num_held >= length:
         raise ValueError(
-            f"{cause} cannot be rolled back row by row: leave it out, or pass a `DynamicCache`. Speculative decoding "
-            "makes a cache of its own."
+            f"The cache holds {num_held} tokens, but the prompts have {length}: pass the whole text's token ids, "
+            "those in the cache included, with one `attention_mask` value for each, and at least one that is new."
         )
+    held_rows = {layer.keys.shape[0] for layer in cache.layers if num_held}
+    if held_rows and held_rows != {num_rows}:
+        raise ValueError(
+            f"The cache holds {held_rows.pop()} rows, but there are {num_rows}: fill one for them all, or repeat its "
+            "rows with `cache.batch_repeat_interleave(...)`."
+        )
+
+
+def _cache_error(cause: str) -> ValueError:
+    return ValueError(
+        f"{cause} cannot be rolled back row by row: leave it out, or pass a `DynamicCache`. Speculative decoding "
+        "makes a cache of its own."
+    )
 
 
 def check_processors(processors: Any) -> None:

@@ -136,7 +136,9 @@ def test_another_tokenizer(pair):
 
 def test_another_tokenizer_of_the_same_size(pair):
     target, draft = pair
-    host = types.SimpleNamespace(vocab_size=97, device="cpu", is_encoder_decoder=False, can_roll_back=True, name="x")
+    host = types.SimpleNamespace(
+        vocab_size=97, device="cpu", is_encoder_decoder=False, can_roll_back=True, has_masks=True, name="x"
+    )
     one, other = tiny.word_tokenizer(), tiny.word_tokenizer(rotate=1)
     hosts = {"target": host, "draft": host}
     check_models(hosts, (one, one))

@@ -1,0 +1,64 @@
+"""A row of the table of options, and docs/options.md made from the table: `python tests/options_page.py` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+Call = dict[str, Any] | Callable[[tiny.Prompts], dict[str, Any]]  # options of a call; some depend on the prompts
+
+STATUS = {
+    "equal": "as in plain `generate()`: the same greedy text, and the same law to sample from at each position",
+    "honoured": "says how we draft, verify or return; the text's law is what README.md says of the rule",
+    "refused": "an error before the first forward pass",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """
+    Args:
+        name (`str`): of the parameter or argument.
+        status (`str`): a key of `STATUS`.
+        note (`str`): what it does here, and its limits.
+        calls (list of calls): those whose text and law are plain `generate()`'s.
+        is_inert (`bool`): whether these change nothing in plain generation either.
+        refused (list of calls, each with a pattern): those that are errors, and words of the error.
+        tests (list of `str`): other tests of it, as `file::name`.
+    """
+
+    name: str
+    status: str
+    note: str
+    calls: tuple[Call, ...] = ()
+    is_inert: bool = False
+    refused: tuple[tuple[Call, str], ...] = ()
+    tests: tuple[str, ...] = ()
+
+
+def page(sections: dict[str, tuple[Option, ...]]) -> str:
+    """The text of docs/options.md."""
+    parts = [
+        "# Options\n\n",
+        "What becomes of every parameter of transformers' `GenerationConfig` and every argument of `generate()` in\n",
+        "a call with `cactus_delta` or `acceptance_rule`. A call without them is transformers' own. The tests run\n",
+        "every line, for one prompt and for a ragged batch.\n\n",
+        *(f"* **{status}**: {meaning}\n" for status, meaning in STATUS.items()),
+    ]
+    for title, options in sections.items():
+        rows = (f"| `{option.name}` | {option.status} | {option.note} |\n" for option in options)
+        parts += [f"\n## {title}\n\n", "| option | status | here |\n|---|---|---|\n", *rows]
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    from options_table import SECTIONS
+
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(SECTIONS), encoding="utf-8")
