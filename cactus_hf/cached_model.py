@@ -38,8 +38,13 @@ class CachedModel(Protocol):
         """Go on with the rows `index` (on the CPU) only."""
         ...
 
-    def returned_cache(self, num_columns: int) -> Cache:
-        """The cache in transformers' own form, with the first `num_columns` columns of every row."""
+    def returned_cache(self, last_tokens: Tensor, last_slots: Tensor) -> Cache:
+        """The cache in transformers' own form, up to the column before the last of the longest row.
+
+        Args:
+            last_tokens (`torch.Tensor` of shape [R, 1]): the last token of every row.
+            last_slots (`torch.Tensor` of shape [R], on the CPU): its position.
+        """
         ...
 
 
@@ -77,6 +82,7 @@ class RaggedModel:
         # Rows with fewer drafts than others are filled up; learned positions must not be asked for more than exist
         self.last_position = longest - 1  # [B] on the CPU
         self.offset = position_offset(position_ids, num_columns - padding)  # [..., B] on the CPU
+        self.whole = self.last_position, self.offset  # of all rows
 
     def score(self, tokens: Tensor, first: Tensor) -> Tensor:
         return self._score_at(tokens, Slots.from_host(first, tokens.shape[1], tokens.device))
@@ -117,8 +123,13 @@ class RaggedModel:
         if self.offset is not None and self.offset.shape[-1] > 1:
             self.offset = self.offset[..., index]
 
-    def returned_cache(self, num_columns: int) -> Cache:
-        return self.cache.give_back(self.source, self.host.fresh_cache(), num_columns)
+    def returned_cache(self, last_tokens: Tensor, last_slots: Tensor) -> Cache:
+        if self.cache.retired:
+            self.cache.take_back()
+            self.last_position, self.offset = self.whole
+            self.score(last_tokens, last_slots)  # plain decoding has read the last tokens of rows that ended early
+        num_columns = int((self.cache.padding + last_slots).max())
+        return self.cache.give_back(self.source, self.host.fresh_cache(), num_columns, last_slots + 1)
 
 
 class CroppedModel:
@@ -163,8 +174,8 @@ class CroppedModel:
     def keep(self, index: Tensor) -> None:
         """The one row stays until the call ends."""
 
-    def returned_cache(self, num_columns: int) -> Cache:
-        self._crop(num_columns)
+    def returned_cache(self, last_tokens: Tensor, last_slots: Tensor) -> Cache:
+        self._crop(int(last_slots[0]) + self.padding)
         return self.cache
 
 

@@ -138,22 +138,33 @@ class RaggedCache(Cache):
         for layer in layers:
             layer.keys, layer.values = layer.select(index)
 
-    def give_back(self, cache: Cache, fresh: Cache, num_columns: int) -> Cache:
-        """Put `num_columns` columns of all R rows into `cache`, in place of what it held.
-
-        Args:
-            fresh (`Cache`): an empty cache of the same model, to take the layers of.
-        """
+    def take_back(self) -> None:
+        """Hold all R rows again, in order."""
         layers = self._own_layers()
         parts = [*self.retired, (self.rows, [(layer.keys, layer.values) for layer in layers])]
         for number, layer in enumerate(layers):
             states = []
-            for i, like in enumerate((layer.keys, layer.values)):
-                whole = like.new_zeros(len(self.padding), like.shape[1], num_columns, like.shape[3])
+            for i, like in enumerate((layer.keys, layer.values)):  # the rows that went on have the most slots
+                whole = like.new_zeros(len(self.padding), *like.shape[1:])
                 for rows, saved in parts:
-                    whole[rows.to(whole.device)] = _columns(saved[number][i], self.padding[rows], num_columns)
+                    whole[rows.to(whole.device), :, : saved[number][i].shape[2]] = saved[number][i]
                 states.append(whole)
-            fresh.layers[self.layers.index(layer)].update(*states)
+            layer.keys, layer.values = states
+        self.rows, self.retired = torch.arange(len(self.padding)), []
+
+    def give_back(self, cache: Cache, fresh: Cache, num_columns: int, num_slots: Tensor) -> Cache:
+        """Put `num_columns` columns of all R rows into `cache`, in place of what it held; zeros behind a row's end.
+
+        Args:
+            fresh (`Cache`): an empty cache of the same model, to take the layers of.
+            num_slots (`torch.Tensor` of shape [R], on the CPU): slots of each row that hold its text.
+        """
+        is_void = torch.arange(num_columns) >= (self.padding + num_slots)[:, None]
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, RaggedLayer):
+                columns = (_columns(states, self.padding, num_columns) for states in (layer.keys, layer.values))
+                mask = is_void[:, None, :, None].to(layer.keys.device)
+                fresh.layers[number].update(*(states.masked_fill(mask, 0) for states in columns))
         cache.layers = fresh.layers
         return cache
 

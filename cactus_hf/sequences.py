@@ -108,6 +108,11 @@ class Sequences:
         """Go on with the active rows `index` (on the CPU) only."""
         self.activate(self.rows[index])
 
+    def last_tokens(self) -> tuple[Tensor, Tensor]:
+        """The last committed token [R, 1] of every row, and its position [R] on the CPU."""
+        last = (self.length - 1)[:, None]
+        return self.tokens.gather(1, last.to(self.tokens.device)), last[:, 0] - self.padding
+
     def output(self) -> Tensor:
         """[R, columns of the longest row], padded on the right."""
         columns = torch.arange(self.num_columns, device=self.tokens.device)

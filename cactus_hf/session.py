@@ -116,7 +116,7 @@ def speculate(
     block_processor.finish(sequences)
     cache = None
     if is_cache_returned and target_model is not None:
-        cache = target_model.returned_cache(sequences.num_columns - 1)
+        cache = target_model.returned_cache(*sequences.last_tokens())
     if streamer is not None:
         streamer.end()
 

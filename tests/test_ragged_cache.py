@@ -76,11 +76,14 @@ def test_rows_leave_and_come_back_in_transformers_layout():
     write(ragged, [1, 3, 2], 9.0)
     ragged.keep(torch.tensor([0, 2]), retire=True)
     write(ragged, [2, 3], 8.0)
-    cache = ragged.give_back(source, DynamicCache(ddp_cache_data=[(None, None)] * 2), 5)
+    ragged.take_back()
+    slots = torch.tensor([3, 4, 3])  # the last slot of row 2 is none of its text
+    cache = ragged.give_back(source, DynamicCache(ddp_cache_data=[(None, None)] * 2), 5, slots)
     assert cache is source
     for layer, (keys, values) in zip(cache.layers, whole, strict=True):
         for row, pads in enumerate(padding.tolist()):
             assert torch.equal(layer.keys[row, :, pads:3], keys[row, :, pads:])
             assert torch.equal(layer.values[row, :, pads:3], values[row, :, pads:])
             assert (layer.keys[row, :, 3] == 9.0).all()
-        assert (layer.keys[[0, 2], :, 4] == 8.0).all()
+        assert (layer.keys[0, :, 4] == 8.0).all()
+        assert not layer.keys[1:, :, 4].any()

@@ -117,17 +117,26 @@ class TestReturnedCache:
         assert torch.equal(second, plain)
         assert cache.get_seq_length() == second.shape[1] - 1
 
-    def test_rows_that_ended_early_are_in_it(self, pair):
+    @pytest.mark.parametrize("is_useless", (False, True), ids=("good draft", "useless draft"))
+    @pytest.mark.parametrize("place", (0, 3, 6))
+    def test_rows_that_ended_early_are_in_it(self, pair, place, is_useless):
+        """Up to their last token, which the target has not read when a row ends at a token that is no draft."""
         target, draft = pair
+        draft = tiny.ARCHITECTURES["qwen3"].build(seed=99) if is_useless else draft
         prompts = tiny.ragged_prompts()
-        end = int(tiny.plain_greedy(tiny.model("qwen3"), prompts, 4)[2][3])
+        end = int(tiny.plain_greedy(tiny.model("qwen3"), prompts, 7)[2][place])
         options = {**SAMPLE, "do_sample": False, "eos_token_id": end, "return_dict_in_generate": True}
         plain = target.generate(**prompts.inputs, **options)
         ours = target.generate(**prompts.inputs, **options, assistant_model=draft, cactus_delta=1.0)
         assert torch.equal(plain.sequences, ours.sequences)
-        length = 17 + int(ours.speculation.emitted[2]) - 1
+        ended = 17 + ours.speculation.emitted
+        assert ended.min() < ended.max()
         for one, other in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
-            torch.testing.assert_close(one.keys[2, :, 8:length], other.keys[2, :, 8:length], atol=1e-4, rtol=1e-4)
+            for row, (length, pads) in enumerate(zip(ended.tolist(), (12, 0, 8, 15), strict=True)):
+                torch.testing.assert_close(
+                    one.keys[row, :, pads:length], other.keys[row, :, pads:length], atol=1e-4, rtol=1e-4
+                )
+                assert not other.keys[row, :, length:].any() and not other.values[row, :, length:].any()
 
 
 class Collecting:
