@@ -12,12 +12,13 @@ from .acceptance import AcceptanceRule
 from .cached_model import CachedModel
 from .counters import Recorder, Round
 from .draft_length import LengthSchedule
-from .drafting import Drafts, DraftSource
+from .drafting import Drafts, DraftSource, no_drafts
 from .law import emitted_divergence
 from .logits import BlockProcessor
 from .outputs import TokenRows
 from .parameters import select_rows
 from .randomness import Uniforms
+from .ranks import ALONE, Ranks
 from .sequences import Sequences
 from .stopping import Stopping
 from .verification import Verification, bad_target_error, match_greedy, verify_block, warn_bad_draft
@@ -38,8 +39,10 @@ class Decoder:
         stopping (`Stopping`): where rows end.
         uniforms (`Uniforms`): the random numbers.
         recorder (`Recorder`): the counts.
+        ranks (`Ranks`): the processes that decode together.
         streamer (`BaseStreamer`, *optional*): gets the tokens of a single row as soon as they are committed.
         scores, raw_logits (`TokenRows`, *optional*): collect the target's processed and unprocessed logits.
+        has_finished (`bool`): whether all rows have ended; then it only makes passes that other processes need.
     """
 
     first_logits: Tensor
@@ -52,20 +55,26 @@ class Decoder:
     stopping: Stopping
     uniforms: Uniforms
     recorder: Recorder
+    ranks: Ranks = ALONE
     streamer: Any = None
     scores: TokenRows | None = None
     raw_logits: TokenRows | None = None
+    has_finished: bool = False
     has_warned: bool = False
 
     def run(self) -> CachedModel:
         """Decode until every row has ended; the target, holding what the last of them left."""
-        self._first_token(self.first_logits[:, None])
-        while self.sequences.num_active:
-            self._round()
+        if not self.has_finished:
+            self._first_token(self.first_logits[:, None])
+        while self.ranks.most(not self.has_finished):
+            if self.has_finished:
+                self._idle()
+            else:
+                self._round()
         return self.target
 
     def _first_token(self, logits: Tensor) -> None:
-        none = self._no_drafts()
+        none = no_drafts(self.sequences)
         verdict, target_logits = self._verify(logits, none, self._draws(0))
         first = self._commit(verdict, none, logits, target_logits)
         self.recorder.add_first(first.rows, first.num_emitted)
@@ -75,8 +84,8 @@ class Decoder:
         lengths = self.schedule.lengths(self.sequences.rows, self.sequences.remaining())
         num_drafts = int(lengths.max())
         draws = self._draws(num_drafts)
-        drafts = self._no_drafts()
-        if num_drafts > 0:
+        drafts = no_drafts(self.sequences)
+        if num_drafts > 0 or self.ranks.is_synced:
             drafts = self.source.propose(self.sequences, lengths, draws[:, :num_drafts])
         logits = self.target.score(self._with_last(drafts), self.sequences.slots(-1))
         verdict, target_logits = self._verify(logits, drafts, draws[:, num_drafts:])
@@ -86,12 +95,14 @@ class Decoder:
         self.recorder.add(round)
         self._publish(round)
 
+    def _idle(self) -> None:
+        """Make the passes of a round for the sake of other processes, with rows that have ended."""
+        none = torch.zeros_like(self.sequences.rows)
+        self.source.propose(self.sequences, none, torch.empty(len(none), 0, dtype=torch.float64))
+        self.target.score(self.sequences.read(-1, 1), self.sequences.slots(-1))
+
     def _draws(self, num_drafts: int) -> Tensor:
         return self.uniforms.draws(self.sequences.row_index, self.sequences.position(), num_drafts)
-
-    def _no_drafts(self) -> Drafts:
-        tokens = self.sequences.read(0, 0)
-        return Drafts(tokens, None, tokens.new_zeros(len(tokens)))
 
     def _with_last(self, drafts: Drafts) -> Tensor:
         """The block the target reads: the last committed token, whose law is still unknown, and the drafts."""
@@ -120,7 +131,6 @@ class Decoder:
         """Keep the accepted drafts and the next token, up to where the row ends. Holds the round's one host sync."""
         block = torch.cat([drafts.tokens, verdict.next_token[:, None]], dim=1)
         block.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
-        self.sequences.write(0, block)
         num_emitted, has_ended = self.stopping.cut(block, verdict.num_accepted + 1)
         scalars = [
             num_emitted,
@@ -132,9 +142,10 @@ class Decoder:
         ]
         arrays = [verdict.is_boosted, verdict.ball_kl, *divergence]
 
-        host = torch.cat([block, torch.stack(scalars, 1), *arrays], dim=1).double().cpu()
-
+        decided = self.ranks.same(torch.cat([block, torch.stack(scalars, 1), *arrays], dim=1).double())
         num_drafts = drafts.tokens.shape[1]
+        self.sequences.write(0, decided[:, : num_drafts + 1].long())
+        host = decided.cpu()
         tokens, counts, is_boosted, *kl = host.split(
             [num_drafts + 1, len(scalars), *[num_drafts] * len(arrays)], dim=1
         )
@@ -177,9 +188,10 @@ class Decoder:
     def _let_go(self, has_ended: Tensor) -> None:
         if not has_ended.any():
             return
+        if has_ended.all():
+            self.has_finished = True
+            return
         index = (~has_ended).nonzero()[:, 0]
-        self.sequences.keep(index)
-        if len(index) > 0:
-            self.target.keep(index)
-            self.source.keep(index)
-            self.rule = None if self.rule is None else select_rows(self.rule, index)
+        for each in (self.sequences, self.target, self.source):
+            each.keep(index)
+        self.rule = None if self.rule is None else select_rows(self.rule, index)

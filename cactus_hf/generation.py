@@ -186,7 +186,12 @@ def _enabled_class(cls: type) -> type:
 
 def stock_class(cls: type) -> type:
     """A model's class without what `enable` put before it."""
-    return cls.__mro__[2] if issubclass(cls, SpeculativeMixin) else cls
+    if not issubclass(cls, SpeculativeMixin):
+        return cls
+    if cls.__bases__[0] is SpeculativeMixin:
+        return cls.__bases__[1]
+    # A class that FSDP, say, made of an enabled one
+    return type(cls.__name__, tuple(map(stock_class, cls.__bases__)), dict(vars(cls)))
 
 
 def enable(model: Model | None = None) -> Model | None:
@@ -301,6 +306,11 @@ class Host:
     def takes(self, name: str) -> bool:
         """Whether the model's forward pass has an argument of that name."""
         return name in inspect.signature(self.inner.forward).parameters
+
+    @property
+    def device_mesh(self) -> Any:
+        """The grid of processes that transformers spread the model over, a `DeviceMesh`; `None` if it did not."""
+        return getattr(self.inner, "_device_mesh", None)
 
     def own_cache(self) -> DynamicCache:
         """An empty cache for what the model itself writes."""

@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 
 from .cached_model import CachedModel, CroppedModel, RaggedModel, widened
 from .ragged_cache import UnequalRowsError
+from .ranks import ALONE, Ranks
 
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def prefilled(
     is_returned: bool = False,
     watched: dict[str, Any] | None = None,
     context: int | None = None,
+    ranks: Ranks = ALONE,
+    is_proven: bool = False,
 ) -> tuple[Tensor, CachedModel]:
     """Run the prompts as plain `generate()` would.
 
@@ -91,6 +94,8 @@ def prefilled(
         is_returned (`bool`): whether the caller will want the cache.
         watched (`dict`, *optional*): options of the forward pass, if the one row's model is to keep its outputs.
         context (`int`, *optional*): most tokens a row may come to have, if not the config's `max_length` columns.
+        ranks (`Ranks`): the processes that make the same passes, which choose the same kind of cached model.
+        is_proven (`bool`): whether a `RaggedModel` of this model has been faithful before.
 
     Returns:
         Logits [R, V] behind the prompts, and the model holding them.
@@ -99,8 +104,9 @@ def prefilled(
     num_rows, num_columns = input_ids.shape
     # An empty dictionary is what multimodal models are given for a prompt of text alone
     others = (value for name, value in inputs.items() if name not in TEXT_INPUTS)
-    is_trusted = host.is_tested and all(value is None or value == {} for value in others)
-    is_ragged = host.is_ragged and watched is None and (is_trusted or num_rows > 1)
+    is_trusted = is_proven or host.is_tested and all(value is None or value == {} for value in others)
+    is_trusted = not ranks.most(not is_trusted)
+    is_ragged = host.is_ragged and watched is None and (is_trusted or ranks.most(num_rows) > 1)
     cache = inputs.get(host.cache_name)
     if cache is None:
         cache = host.fresh_cache(inputs) if is_ragged else host.whole_cache(inputs)
@@ -115,6 +121,6 @@ def prefilled(
     longest = min(config.max_length, MOST_COLUMNS) - padding if context is None else torch.full_like(padding, context)
     position_ids = inputs.get("position_ids")
     model = RaggedModel(host, cache, padding, num_columns, position_ids, longest=longest, is_returned=is_returned)
-    if not is_trusted and not model.is_faithful(input_ids[:, -1:], logits):
+    if not is_trusted and ranks.most(not model.is_faithful(input_ids[:, -1:], logits)):
         raise UnequalRowsError(host.name)
     return logits, model

@@ -77,6 +77,7 @@ class Reader:
     """
 
     model: CachedModel
+    last_pass: tuple[Tensor, Tensor]  # ids [B, T], and slots [B] (on the CPU) of the first of them
     end: Tensor  # [B] on the CPU: positions read so far, drafts included
 
     def __init__(
@@ -113,16 +114,24 @@ class Reader:
         first = torch.minimum(torch.minimum(met, self.end), length - 1)
         unseen = int((length - first).max())
         first = torch.maximum(length - unseen, self.start)
-        logits = self.model.score(self.text.read(sequences, first, unseen), first - self.start)
+        logits = self._score(self.text.read(sequences, first, unseen), first - self.start)
         self.end = length
         last = (length - 1 - first).to(logits.device)
         return logits[torch.arange(len(last), device=last.device), last]
 
     def go_on(self, tokens: Tensor) -> Tensor:
         """Logits [B, V'] behind one drafted token [B, 1] more."""
-        logits = self.model.score(self.text.read_drafts(tokens), self.end - self.start)
+        logits = self._score(self.text.read_drafts(tokens), self.end - self.start)
         self.end = self.end + 1
         return logits[:, 0]
+
+    def repeat(self) -> None:
+        """Make the last pass once more, which changes nothing."""
+        self._score(*self.last_pass)
+
+    def _score(self, ids: Tensor, first: Tensor) -> Tensor:
+        self.last_pass = ids, first
+        return self.model.score(ids, first)
 
     def keep(self, index: Tensor) -> None:
         """Go on with the rows `index` (on the CPU) only."""
@@ -140,5 +149,7 @@ class Reader:
         count = length - self.start
         columns = int(count.max())
         self.end = length
-        logits, self.model = self.prefill(self.text.read(sequences, length - columns, columns), columns - count)
+        ids = self.text.read(sequences, length - columns, columns)
+        self.last_pass = ids[:, -1:], count - 1
+        logits, self.model = self.prefill(ids, columns - count)
         return logits

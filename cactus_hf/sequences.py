@@ -41,10 +41,6 @@ class Sequences:
         self.column = self.length[self.rows].to(self.tokens.device)  # [B], next column to commit
 
     @property
-    def num_active(self) -> int:
-        return len(self.rows)
-
-    @property
     def num_columns(self) -> int:
         """Committed columns of the longest row."""
         return int(self.length.max())

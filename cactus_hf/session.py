@@ -21,6 +21,7 @@ from .parameters import select_rows
 from .prefill import MOST_COLUMNS, Prompts, prefilled
 from .ragged_cache import UnequalRowsError
 from .randomness import NoUniforms, make_uniforms
+from .ranks import Ranks, make_ranks
 from .sequences import Sequences
 from .sources import Sources
 from .stopping import Stopping
@@ -30,6 +31,7 @@ from .validation import (
     check_inputs,
     check_measurable,
     check_processors,
+    check_ranks,
     left_padding,
 )
 
@@ -61,7 +63,7 @@ def speculate(
     num_sequences = config.num_return_sequences or 1
     do_sample = bool(config.do_sample)
 
-    check_inputs(target, inputs, input_ids, streamer, synced_gpus)
+    check_inputs(target, inputs, input_ids, streamer)
     check_cache(inputs.get(target.cache_name), num_rows, prompt_length)
     check_processors(processors)
     if options.speculation_kl:
@@ -70,12 +72,15 @@ def speculate(
     padding = left_padding(mask, num_rows)
     is_returned = bool(config.return_dict_in_generate)
     has_scores = is_returned and bool(config.output_scores)
-    stopping = Stopping(criteria, input_ids, target.vocab_size if has_scores else None)
+    ranks = make_ranks([target] if draft is None else [target, draft], synced_gpus, input_ids.device)
+    stopping = Stopping(criteria, input_ids, target.vocab_size if has_scores else None, ranks)
     max_length = min(config.max_length, stopping.max_length or config.max_length, MOST_COLUMNS)
     sources = Sources(target, draft, options, config)
     check_context(target, prompt_length - padding, max_length - int(padding.min()))
+    check_ranks(ranks, sources.reads_states, config)
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
+    ranks.check_alike(input_ids, padding, max_length, sources.length.num_tokens, do_sample)
 
     sequences = Sequences(input_ids, padding, max_length, pad_token_id(config))
     block_processor = BlockProcessor.of_call(processors, input_ids, target.vocab_size)
@@ -91,15 +96,20 @@ def speculate(
     raw_logits = TokenRows(num_rows) if is_returned and config.output_logits else None
     schedule = LengthSchedule(sources.length, num_rows)
 
-    def start(prompts: Prompts, rows: Tensor) -> Decoder:
-        """Read the prompts of `rows`, to be decoded together."""
+    def start(prompts: Prompts, rows: Tensor, is_idle: bool = False) -> Decoder:
+        """Read the prompts of `rows`, to be decoded together.
+
+        `is_idle`: they have been decoded, and only the forward passes matter now, to other processes.
+        """
         sequences.activate(rows)
         sources.prepare(prompts, block_processor.for_generators())
-        first_logits, target_model = prefilled(target, prompts, config, is_cache_returned, sources.watched)
+        first_logits, target_model = prefilled(
+            target, prompts, config, is_cache_returned, sources.watched, ranks=ranks
+        )
         return Decoder(
             first_logits,
             target_model,
-            sources.make(prompts, sequences, target_model, block_processor, first_logits.shape[-1]),
+            sources.make(prompts, sequences, target_model, block_processor, first_logits.shape[-1], ranks),
             sequences,
             select_rows(rule, rows) if do_sample else None,
             block_processor,
@@ -107,12 +117,14 @@ def speculate(
             stopping,
             uniforms if do_sample else NoUniforms(),
             recorder,
+            ranks,
             streamer,
             scores,
             raw_logits,
+            has_finished=is_idle,
         )
 
-    target_model = _decode_all(start, prompts, sources)
+    target_model = _decode_all(start, prompts, sources, ranks)
     block_processor.finish(sequences)
     cache = None
     if is_cache_returned and target_model is not None:
@@ -137,10 +149,10 @@ def speculate(
     return output
 
 
-def _decode_all(start: Callable[[Prompts, Tensor], Decoder], prompts: Prompts, sources: Sources) -> CachedModel | None:
+def _decode_all(start: Callable[..., Decoder], prompts: Prompts, sources: Sources, ranks: Ranks) -> CachedModel | None:
     """Decode all rows, together where the models can; the target holding them, `None` if it held one after another."""
     num_rows = len(prompts.input_ids)
-    if sources.are_ragged or num_rows == 1 and not sources.reads_states:
+    if sources.are_ragged:
         try:
             decoder = start(prompts, torch.arange(num_rows))
         except UnequalRowsError:
@@ -150,8 +162,14 @@ def _decode_all(start: Callable[[Prompts, Tensor], Decoder], prompts: Prompts, s
     if num_rows > 1:
         prompts.check_separable()
         _warn_row_by_row(sources)
+    num_missing = ranks.most(num_rows) - num_rows  # rows that another process has more
     for row in range(num_rows):
-        target_model = start(prompts.row(row), torch.tensor([row])).run()
+        is_whole = num_rows == 1 and not sources.reads_states
+        target_model = start(prompts if is_whole else prompts.row(row), torch.tensor([row])).run()
+    for _ in range(num_missing):
+        again = prompts.row(row)
+        again.inputs.pop(sources.target.cache_name, None)
+        start(again, torch.tensor([row]), is_idle=True).run()
     return target_model if num_rows == 1 else None
 
 

@@ -10,7 +10,7 @@ from transformers import generation as hf
 from transformers.utils import ModelOutput
 
 from . import support
-from .cached_model import CachedModel, CroppedModel
+from .cached_model import CachedModel, CroppedModel, RaggedModel
 from .candidate_generators import GeneratorSource, num_fixed_drafts
 from .config import LENGTH_KEYWORDS, SpeculationOptions, given
 from .draft_length import DraftLength
@@ -18,6 +18,7 @@ from .drafting import DraftModel, DraftSource
 from .logits import BlockProcessor
 from .prefill import TEXT_INPUTS, Prompts, prefilled
 from .prompt_lookup import PromptLookup
+from .ranks import ALONE, Ranks
 from .reading import Reader, SharedText
 from .sequences import Sequences
 
@@ -78,6 +79,7 @@ class Sources:
         target_model: CachedModel,
         processors: BlockProcessor,
         vocab_size: int,
+        ranks: Ranks,
     ) -> DraftSource:
         """The source; `target_model` holds the prompts, and `vocab_size` is the target's."""
         if self.generator is not None:
@@ -93,13 +95,26 @@ class Sources:
         # Placeholders of images cannot be cut off
         context = None if has_media else support.draft_context(draft.config)
 
+        last: CachedModel | None = None
+
         def prefill(input_ids: Tensor, padding: Tensor) -> tuple[Tensor, CachedModel]:
+            nonlocal last
             own = inputs if has_media else inputs | text_inputs(draft, padding, input_ids)
-            return prefilled(draft, Prompts(input_ids, padding, own), self.config, context=context)
+            # A text that outgrows the context is read again. No other process knows when, so it must be one pass then
+            agreeing, is_proven = ranks if last is None else ALONE, isinstance(last, RaggedModel)
+            logits, last = prefilled(
+                draft,
+                Prompts(input_ids, padding, own),
+                self.config,
+                context=context,
+                ranks=agreeing,
+                is_proven=is_proven,
+            )
+            return logits, last
 
         reader = Reader(prefill, SharedText((vocab_size, draft.vocab_size), device), sequences, context)
         return DraftModel(
-            reader, processors.for_draft(), bool(self.config.do_sample), self.length.confidence_threshold
+            reader, processors.for_draft(), bool(self.config.do_sample), self.length.confidence_threshold, ranks
         )
 
 

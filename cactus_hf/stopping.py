@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import generation as hf
 
 from .outputs import TokenRows
+from .ranks import ALONE, Ranks
 from .remembering import Watched, is_function, made_up_scores, row_of
 from .sequences import Sequences
 
@@ -45,9 +46,11 @@ class Stopping:
         criteria (list of `StoppingCriteria`): as transformers prepared them.
         prompts (`torch.Tensor` of shape [R, P]): to try out criteria of the user's own on.
         vocab_size (`int`, *optional*): the target's V, if criteria will be given the scores.
+        ranks (`Ranks`): the processes that decode together, which may not agree on the time.
     """
 
-    def __init__(self, criteria: Sequence, prompts: Tensor, vocab_size: int | None = None):
+    def __init__(self, criteria: Sequence, prompts: Tensor, vocab_size: int | None = None, ranks: Ranks = ALONE):
+        self.ranks = ranks
         ends = [c.eos_token_id.flatten() for c in criteria if type(c) is hf.EosTokenCriteria]
         lengths = [c.max_length for c in criteria if type(c) is hf.MaxLengthCriteria]
         self.max_length = min(lengths, default=None)
@@ -101,4 +104,4 @@ class Stopping:
             torch.as_tensor(c.ask(prefixes, scores, rows) if isinstance(c, OwnCriterion) else c(prefixes, scores))
             for c in self.others
         ]
-        return torch.stack([answer.cpu().bool().expand(len(prefixes)) for answer in answers]).any(0)
+        return self.ranks.same(torch.stack([answer.cpu().bool().expand(len(prefixes)) for answer in answers]).any(0))

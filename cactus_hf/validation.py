@@ -16,6 +16,7 @@ from .processor_kinds import FOR_OTHER_MODELS, is_among
 
 if TYPE_CHECKING:
     from .generation import Host
+    from .ranks import Ranks
 
 # Padding of one family's vocabularies differs by less; a larger difference means different tokenizers
 MAX_VOCABULARY_PADDING = 1024
@@ -130,7 +131,7 @@ def check_context(target: Host, prompt_lengths: Tensor, longest: int) -> None:
         )
 
 
-def check_inputs(target: Host, inputs: dict[str, Any], input_ids: Tensor, streamer: Any, synced_gpus: bool) -> None:
+def check_inputs(target: Host, inputs: dict[str, Any], input_ids: Tensor, streamer: Any) -> None:
     """Raises `ValueError` for inputs that the loop would have to ignore."""
     if inputs.get("pixel_values") is not None and getattr(target.config, "cross_attention_layers", None):
         raise ValueError(
@@ -163,10 +164,6 @@ def check_inputs(target: Host, inputs: dict[str, Any], input_ids: Tensor, stream
         )
     if streamer is not None and len(input_ids) > 1:
         raise ValueError(f"A streamer takes one row, but there are {len(input_ids)}: stream them one at a time.")
-    if synced_gpus:
-        raise ValueError(
-            "`synced_gpus` (FSDP, DeepSpeed ZeRO-3) is not supported with `cactus_delta` or `acceptance_rule` yet."
-        )
 
 
 def check_cache(cache: Any, num_rows: int, length: int) -> None:
@@ -196,6 +193,24 @@ def _cache_error(cause: str) -> ValueError:
         f"{cause} cannot be rolled back row by row: leave it out, or pass a `DynamicCache`. Speculative decoding "
         "makes a cache of its own."
     )
+
+
+def check_ranks(ranks: Ranks, reads_states: bool, config: hf.GenerationConfig) -> None:
+    """Raises `ValueError` where several processes could not keep in step.
+
+    Args:
+        reads_states (`bool`): whether a generator of transformers drafts, which knows of one process only.
+    """
+    if ranks.is_synced and config.prefill_chunk_size is not None:
+        raise ValueError(
+            "With `synced_gpus` (FSDP, DeepSpeed ZeRO-3) all processes must make the same forward passes, and "
+            "`prefill_chunk_size` makes their number depend on the length of the prompt: leave it out."
+        )
+    if reads_states and (ranks.is_synced or ranks.groups):
+        raise ValueError(
+            "Drafts that read the target's states are made for one process, but the target is spread over several: "
+            f"pass {SOURCES}."
+        )
 
 
 def check_processors(processors: Any) -> None:

@@ -53,7 +53,7 @@ def test_rows_that_left_stay_in_the_output():
     rows.keep(torch.tensor([1]))
     rows.write(0, torch.tensor([[21, 22]]))
     rows.commit(torch.tensor([[21, 22]]), torch.tensor([2]))
-    assert rows.rows.tolist() == [1] and rows.num_active == 1
+    assert rows.rows.tolist() == [1]
     assert rows.output().tolist() == [[0, 0, 5, 10, 0, 0], [6, 7, 8, 20, 21, 22]]
 
 

@@ -102,7 +102,6 @@ def call(target, draft, **options):
         ({"cactus_delta": 1.0, "num_assistant_tokens": 2.5}, "num_assistant_tokens.*integer"),
         ({"cactus_delta": 1.0, "num_assistant_tokens_schedule": "clever"}, "constant.*heuristic.*clever"),
         ({"cactus_delta": 1.0, "assistant_confidence_threshold": 2.0}, "between 0 and 1"),
-        ({"cactus_delta": 1.0, "synced_gpus": True}, "synced_gpus"),
         ({"cactus_delta": 1.0, "cactus_dleta": 1.0}, "cactus_dleta"),
         ({"cactus_delta": 1.0, "attention_mask": tiny.ragged_prompts().attention_mask.flip(1)}, "padding_side"),
         ({"cactus_delta": 1.0, "attention_mask": torch.zeros(4, 17, dtype=torch.long)}, "row 0"),
