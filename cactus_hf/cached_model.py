@@ -19,7 +19,7 @@ from .ragged_cache import RaggedCache, Slots
 
 
 if TYPE_CHECKING:
-    from .generation import Host
+    from .host import Host
 
 
 SLACK = 3  # slots that `RaggedModel.is_faithful` leaves behind the longest row

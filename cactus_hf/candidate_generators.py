@@ -17,7 +17,7 @@ from .sequences import Sequences
 
 
 if TYPE_CHECKING:
-    from .generation import Host
+    from .host import Host
 
 
 SEED_BITS = 2**53  # of a uniform in float64

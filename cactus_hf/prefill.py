@@ -16,7 +16,7 @@ from .ranks import ALONE, Ranks
 
 
 if TYPE_CHECKING:
-    from .generation import Host
+    from .host import Host
 
 
 MOST_COLUMNS = 2**31  # a `max_length` beyond it means "no limit", and need not fit an int64

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 if TYPE_CHECKING:
-    from .generation import Host
+    from .host import Host
 
 
 @dataclass(frozen=True)

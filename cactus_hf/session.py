@@ -37,7 +37,7 @@ from .validation import (
 
 
 if TYPE_CHECKING:
-    from .generation import Host
+    from .host import Host
 
 
 def speculate(

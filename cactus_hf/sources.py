@@ -24,7 +24,7 @@ from .sequences import Sequences
 
 
 if TYPE_CHECKING:
-    from .generation import Host
+    from .host import Host
 
 
 class Sources:

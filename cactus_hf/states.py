@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 if TYPE_CHECKING:
-    from .generation import Host
+    from .host import Host
 
 States = tuple[tuple[Tensor, ...], ...]  # one entry a generated token, holding one tensor a layer
 

@@ -15,7 +15,7 @@ from .processor_kinds import FOR_OTHER_MODELS, is_among
 
 
 if TYPE_CHECKING:
-    from .generation import Host
+    from .host import Host
     from .ranks import Ranks
 
 # Padding of one family's vocabularies differs by less; a larger difference means different tokenizers

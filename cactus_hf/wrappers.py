@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 if TYPE_CHECKING:
-    from .generation import Host
+    from .host import Host
 
 
 def unwrapped(model: Any, kind: type = GenerationMixin) -> Any:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 import cactus_hf
 import tiny
 from cactus_hf import support
-from cactus_hf.generation import CACHE_NAME
+from cactus_hf.host import CACHE_NAME
 
 
 VOCAB = 96  # even, as transformers 5.17 shards the head in equal parts

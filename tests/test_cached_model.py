@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 import tiny
 from cactus_hf.cached_model import CroppedModel, RaggedModel
-from cactus_hf.generation import Host
+from cactus_hf.host import Host
 
 
 LENGTHS = (3, 14, 9)

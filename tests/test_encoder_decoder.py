@@ -140,9 +140,9 @@ class TestText:
         plain = target.generate(SOURCES[:1], **options)
         ours = target.generate(SOURCES[:1], **options, assistant_model=tiny.perturbed(target), cactus_delta=1.0)
         assert set(plain) == set(ours)
-        for field in set(plain) - {cactus_hf.generation.CACHE_NAME}:
+        for field in set(plain) - {cactus_hf.host.CACHE_NAME}:
             assert_alike(ours[field], plain[field])
-        one, other = (output[cactus_hf.generation.CACHE_NAME] for output in (ours, plain))
+        one, other = (output[cactus_hf.host.CACHE_NAME] for output in (ours, plain))
         assert one.get_seq_length() == other.get_seq_length()
 
     def test_a_draft_in_another_precision(self):

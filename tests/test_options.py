@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 import cactus_hf
 import tiny
-from cactus_hf.generation import CACHE_NAME
+from cactus_hf.host import CACHE_NAME
 
 
 PLAIN = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": tiny.PAD}

@@ -14,6 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 import cactus_hf
 import tiny
@@ -146,3 +148,15 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFi
     exec(code, {})
     texts = ast.literal_eval(capsys.readouterr().out)
     assert len(texts) == 2
+
+
+def test_private_names_of_transformers_are_in_one_module():
+    owners = (GenerationMixin, PreTrainedModel, PreTrainedConfig, GenerationConfig(), DynamicCache())
+    theirs = {name for owner in owners for name in dir(owner) if name.startswith("_")} - set(dir(torch.nn.Module))
+    found = {
+        path.name
+        for path in (ROOT / "cactus_hf").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in theirs and not node.attr.startswith("__")
+    }
+    assert found == {"host.py"}

@@ -11,7 +11,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, T
 import cactus_hf
 import tiny
 from cactus_hf import TokenKind
-from cactus_hf.generation import CACHE_NAME
+from cactus_hf.host import CACHE_NAME
 
 
 SAMPLE = {"do_sample": True, "max_new_tokens": 15, "eos_token_id": None, "pad_token_id": tiny.PAD}

@@ -14,7 +14,7 @@ import cactus_hf
 import tiny
 from cactus_hf import TokenKind
 from cactus_hf.counters import Recorder
-from cactus_hf.generation import CACHE_NAME
+from cactus_hf.host import CACHE_NAME
 
 
 NEW = 24

@@ -161,7 +161,7 @@ def test_what_cannot_be_split_into_rows(pair):
     target = cactus_hf.enable(copy.deepcopy(tiny.model("bloom")))
     cache = DynamicCache(config=target.config)
     with pytest.raises(ValueError, match="one row at a time.*`cache`|one row at a time.*`past_key_values`"):
-        call(target, pair[1], cactus_delta=1.0, **{cactus_hf.generation.CACHE_NAME: cache})
+        call(target, pair[1], cactus_delta=1.0, **{cactus_hf.host.CACHE_NAME: cache})
 
 
 def test_a_model_without_a_cache(pair):
@@ -185,7 +185,7 @@ def test_scaled_rope_beyond_the_original_context(pair):
 def test_a_static_cache_passed_in(pair):
     cache = StaticCache(config=pair[0].config, max_cache_len=40)
     with pytest.raises(ValueError, match="StaticCache.*DynamicCache"):
-        call(*pair, cactus_delta=1.0, **{cactus_hf.generation.CACHE_NAME: cache})
+        call(*pair, cactus_delta=1.0, **{cactus_hf.host.CACHE_NAME: cache})
 
 
 def test_prompts_without_ids(pair):
