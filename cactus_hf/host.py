@@ -170,10 +170,13 @@ class Host:
             assistant_model=None if draft is None else draft.inner,
         )
 
-    def encoded(self, inputs_tensor: Tensor, inputs: dict[str, Any], config: Any) -> dict[str, Any]:
-        """The inputs of an encoder-decoder model from what an encoder reads, run through its encoder."""
-        tensor, name, inputs = self.inner._prepare_model_inputs(inputs_tensor, config.bos_token_id, dict(inputs))
-        return self.inner._maybe_prepare_encoder_kwargs_for_generation(tensor, inputs, name, config)
+    def encoded(self, source: Tensor, attention_mask: Tensor | None) -> ModelOutput:
+        """What the model's encoder makes of ids, pixels or sound."""
+        encoder = self.inner.get_encoder()
+        inputs = {encoder.main_input_name: source}
+        if attention_mask is not None and "attention_mask" in inspect.signature(encoder.forward).parameters:
+            inputs["attention_mask"] = attention_mask
+        return encoder(**inputs, return_dict=True)
 
     def serves_states_to(self, draft: Host | None, config: Any) -> bool:
         """Whether transformers drafts by a generator that reads this target's states."""

@@ -91,7 +91,7 @@ class Sources:
         if draft is None:
             return PromptLookup(self.config.max_matching_ngram_size or 2, vocab_size)
         device = draft_device(draft, prompts)
-        inputs, has_media = draft_inputs(draft, prompts, self.config)
+        inputs, has_media = draft_inputs(draft, prompts)
         # Placeholders of images cannot be cut off
         context = None if has_media else support.draft_context(draft.config)
 
@@ -134,12 +134,12 @@ def draft_device(draft: Host, prompts: Prompts) -> torch.device:
     return prompts.input_ids.device if draft.device.type == "meta" else draft.device
 
 
-def draft_inputs(draft: Host, prompts: Prompts, config: hf.GenerationConfig) -> tuple[dict[str, Any], bool]:
+def draft_inputs(draft: Host, prompts: Prompts) -> tuple[dict[str, Any], bool]:
     """What the draft's forward pass takes besides the text, of what the target's takes; whether it includes media."""
     device = draft_device(draft, prompts)
     inputs = {name: _cast(value, draft.dtype, device) for name, value in prompts.inputs.items() if value is not None}
     if draft.is_encoder_decoder:
-        return _encoder_inputs(draft, prompts, config), False
+        return _encoder_inputs(draft, prompts), False
     if "encoder_outputs" in inputs:
         return ({"encoder_outputs": inputs["encoder_outputs"]} if draft.takes("encoder_outputs") else {}), False
     media = {name: value for name, value in inputs.items() if name not in TEXT_INPUTS and value != {}}
@@ -159,7 +159,7 @@ def text_inputs(draft: Host, padding: Tensor, input_ids: Tensor) -> dict[str, Te
     return inputs
 
 
-def _encoder_inputs(draft: Host, prompts: Prompts, config: hf.GenerationConfig) -> dict[str, Any]:
+def _encoder_inputs(draft: Host, prompts: Prompts) -> dict[str, Any]:
     source = prompts.encoder_input
     if source is None or (source == -100).all():  # what `generate()` puts where `encoder_outputs` are given
         raise ValueError(
@@ -168,8 +168,8 @@ def _encoder_inputs(draft: Host, prompts: Prompts, config: hf.GenerationConfig) 
         )
     device = draft_device(draft, prompts)
     mask = prompts.inputs.get("attention_mask")
-    own = {} if mask is None else {"attention_mask": mask.to(device)}
-    return draft.encoded(_cast(source, draft.dtype, device), own, config)
+    mask = None if mask is None else mask.to(device)
+    return {"attention_mask": mask, "encoder_outputs": draft.encoded(_cast(source, draft.dtype, device), mask)}
 
 
 def _cast(value: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -37,16 +37,18 @@ def built(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return model
 
 
-def t5(seed: int = 0) -> PreTrainedModel:
+def t5(seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
     config = T5Config(
         d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, tie_word_embeddings=False,
         **IDS,
     )  # fmt: skip
+    config._attn_implementation = attention
     return built(T5ForConditionalGeneration(config), seed)
 
 
-def bart(seed: int = 0) -> PreTrainedModel:
+def bart(seed: int = 0, attention: str = "sdpa") -> PreTrainedModel:
     config = BartConfig(max_position_embeddings=64, decoder_start_token_id=2, forced_eos_token_id=None, **SIZES, **IDS)
+    config._attn_implementation = attention
     return built(BartForConditionalGeneration(config), seed)
 
 
@@ -126,9 +128,7 @@ class TestText:
 
     @pytest.mark.parametrize("name", MODELS)
     def test_scores_states_and_cache(self, name):
-        model = MODELS[name]()
-        model.set_attn_implementation("eager")
-        target = cactus_hf.enable(model)
+        target = cactus_hf.enable(MODELS[name](attention="eager"))
         wanted = (
             "output_scores",
             "output_logits",
