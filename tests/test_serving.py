@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -18,21 +20,8 @@ serving = pytest.importorskip("transformers.cli.serving.chat_completion")
 
 TARGET, DRAFT = tiny.pair("llama", vocab=260)
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": tiny.PAD}
-GENERATE = '''
-import copy, functools
-import cactus_hf
-from transformers import AutoModelForCausalLM
-
-
-@functools.cache
-def load_draft():
-    return AutoModelForCausalLM.from_pretrained(DRAFT)
-
-
-def generate(*args, model, **kwargs):
-    enabled = cactus_hf.enable(copy.copy(model))
-    return type(enabled).generate(enabled, *args, assistant_model=load_draft(), **kwargs)
-'''
+DOCS = Path(__file__).parents[1] / "docs" / "integrations.md"
+GENERATE = re.search(r"<!-- file: generate.py -->\n```python\n(.*?)```", DOCS.read_text(), re.S)[1]
 
 
 @pytest.fixture
@@ -72,7 +61,8 @@ async def answer(handler, body) -> str:
     response = await handler.handle_request(body, "a request")
     if not body["stream"]:
         return json.loads(response.body)["choices"][0]["message"]["content"]
-    events = [event.removeprefix("data: ") async for event in response.body_iterator]
+    stream = "".join([part async for part in response.body_iterator])
+    events = [event.removeprefix("data: ") for event in stream.split("\n\n")]
     choices = [json.loads(event)["choices"] for event in events if event.startswith("{")]
     return "".join(choice[0]["delta"].get("content") or "" for choice in choices if choice)
 
@@ -100,7 +90,8 @@ def test_a_draft_model_comes_with_the_models_folder(start, folder, monkeypatch, 
     plain = start()()
     DRAFT.save_pretrained(tmp_path / "draft")
     (folder / "custom_generate").mkdir()
-    (folder / "custom_generate" / "generate.py").write_text(GENERATE.replace("DRAFT", repr(str(tmp_path / "draft"))))
+    code = GENERATE.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tmp_path / "draft"))
+    (folder / "custom_generate" / "generate.py").write_text(code)
     ask = start(trust_remote_code=True)
     assert ask(cactus_delta=1.0) == plain
     with pytest.raises(ValueError, match="cactus_delta.*-1"):
