@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -117,6 +118,46 @@ def _generate_in_child(connection, model) -> None:
         connection.send(str(error))
     else:
         connection.send("generated")
+
+
+class TestCompiled:
+    """One layer and backend eager: what is compiled and how often is the same, without the minutes."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self):
+        torch._dynamo.reset()
+        counters.clear()
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            yield
+        torch._dynamo.reset()
+
+    def in_place(self, model):
+        model.compile(backend="eager")
+        return model
+
+    def forward(self, model):
+        model.forward = torch.compile(model.forward, backend="eager")
+        return model
+
+    def wrapper(self, model):
+        return torch.compile(model, backend="eager")
+
+    @pytest.mark.parametrize(
+        ("how", "where"), (("forward", "target"), ("forward", "draft"), ("in_place", "target"), ("wrapper", "target"))
+    )
+    def test_writes_the_same_and_soon_compiles_nothing_new(self, how, where):
+        plain, draft = tiny.pair("llama", num_hidden_layers=1)
+        models = {"target": enabled(plain), "draft": copy.deepcopy(draft)}
+        models[where] = getattr(self, how)(models[where])
+        prompts, few = tiny.ragged_prompts((5, 3)), {"max_new_tokens": 6}
+        expected = plain.generate(**prompts.inputs, **GREEDY | few)
+        num_graphs = []
+        for _ in range(3):
+            assert torch.equal(ours(*models.values(), prompts, **few), expected)
+            num_graphs.append(counters["stats"]["unique_graphs"])
+        assert num_graphs[1] == num_graphs[2] < 8
+        # A wrapper around a target compiles calls of itself, and `generate()` is none, here as in plain generation
+        assert (num_graphs[0] > 0) == (how != "wrapper")
 
 
 class TestConversions:
