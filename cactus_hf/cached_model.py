@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .host import Host
 
 
-SLACK = 3  # slots that `RaggedModel.is_faithful` leaves behind the longest row
+MOST_AHEAD = 4096  # slots behind the longest row that `RaggedModel.is_faithful` looks at
 
 
 class CachedModel(Protocol):
@@ -90,14 +90,16 @@ class RaggedModel:
     def is_faithful(self, last_tokens: Tensor, logits: Tensor) -> bool:
         """Whether the model minds its rows' own lengths.
 
-        Scores the prompts' last tokens `last_tokens` [B, 1] again, as if beside a longer row, and compares with the
-        `logits` [B, V] that plain prefilling gave.
+        Scores the prompts' last tokens `last_tokens` [B, 1] again, as if beside a row twice as far on as the call may
+        come, and compares with the `logits` [B, V] that plain prefilling gave. (Twice, so that a window of the model's
+        own, which rows may come to outgrow, hides more than a token or two.)
 
         A model that makes masks or positions of its own from the shape of the cache does not, and its configuration
         does not tell. Total variation of .1 is far above rounding, even in bfloat16, and far below another text's law.
         """
         last = Slots.from_host(self.last_slot, 1, last_tokens.device)
-        again = self._score_at(last_tokens, last._replace(highest=last.highest + SLACK))[:, 0]
+        ahead = min(2 * (int(self.last_position.max()) - last.highest), MOST_AHEAD)
+        again = self._score_at(last_tokens, last._replace(highest=last.highest + ahead))[:, 0]
         return bool(((again.softmax(-1) - logits.softmax(-1)).abs().sum(-1) / 2 < 0.1).all())
 
     def _score_at(self, tokens: Tensor, slots: Slots) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from .acceptance import AcceptanceRule, Cactus
 from .draft_length import DraftLength
-from .parameters import check_delta, check_num_rows, move_rule, repeat_rows
+from .parameters import check_delta, check_num_rows, is_integer, move_rule, repeat_rows
 
 
 # Keywords of `generate()` that this package adds
@@ -134,8 +134,8 @@ def _names(options: Iterable[str]) -> str:
 def _checked_generator(generator: Any) -> torch.Generator | Sequence[int] | None:
     if generator is None or isinstance(generator, torch.Generator):
         return generator
-    if isinstance(generator, (list, tuple)) and all(type(seed) is int for seed in generator):
-        return generator
+    if isinstance(generator, Sequence) and all(is_integer(seed) for seed in generator):
+        return [int(seed) for seed in generator]
     raise TypeError(
         f"`generator` must be a `torch.Generator` or a list of integer seeds, one a returned row, got {generator!r}."
     )

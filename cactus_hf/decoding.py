@@ -129,9 +129,10 @@ class Decoder:
         self, verdict: Verification, drafts: Drafts, logits: Tensor, target_logits: Tensor, *divergence: Tensor
     ) -> Round:
         """Keep the accepted drafts and the next token, up to where the row ends. Holds the round's one host sync."""
+        verdict, num_tokens = _up_to_dead_end(verdict, target_logits)
         block = torch.cat([drafts.tokens, verdict.next_token[:, None]], dim=1)
         block.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
-        num_emitted, has_ended = self.stopping.cut(block, verdict.num_accepted + 1)
+        num_emitted, has_ended = self.stopping.cut(block, num_tokens)
         scalars = [
             num_emitted,
             has_ended,
@@ -195,3 +196,20 @@ class Decoder:
         for each in (self.sequences, self.target, self.source):
             each.keep(index)
         self.rule = None if self.rule is None else select_rows(self.rule, index)
+
+
+def _up_to_dead_end(verdict: Verification, target_logits: Tensor) -> tuple[Verification, Tensor]:
+    """Cuts blocks where the target allows no token behind drafts.
+
+    The drafts may have ended the text, or be what a processor does not take. Else the next round begins there, and
+    fails as plain decoding would.
+
+    Returns:
+        The verdict, and how many tokens [B] each row gets.
+    """
+    place = verdict.bad_target
+    laws = target_logits[torch.arange(len(place), device=place.device), place.clamp_min(0)]
+    is_dead_end = (place > 0) & (laws.amax(-1) == -torch.inf)
+    num_accepted = torch.where(is_dead_end, place, verdict.num_accepted)
+    bad_target = place.masked_fill(is_dead_end, -1)
+    return verdict._replace(num_accepted=num_accepted, bad_target=bad_target), num_accepted + (~is_dead_end).long()

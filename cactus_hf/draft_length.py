@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .parameters import is_integer
+
 
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
@@ -26,7 +28,7 @@ class DraftLength:
     confidence_threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_tokens, bool) or not isinstance(self.num_tokens, int) or self.num_tokens < 1:
+        if not is_integer(self.num_tokens) or self.num_tokens < 1:
             raise ValueError(
                 "`num_assistant_tokens` (or `prompt_lookup_num_tokens`) must be an integer of at least 1, got "
                 f"{self.num_tokens!r}."
@@ -47,7 +49,7 @@ class LengthSchedule:
 
     def __init__(self, settings: DraftLength, num_rows: int):
         self.is_adaptive = settings.schedule != "constant"
-        self.length = torch.full((num_rows,), settings.num_tokens)
+        self.length = torch.full((num_rows,), int(settings.num_tokens))
 
     def lengths(self, rows: Tensor, remaining: Tensor) -> Tensor:
         """[B] on the CPU: drafts of the active `rows`; a round yields one token more than it keeps of them."""

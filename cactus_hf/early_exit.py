@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from .parameters import is_integer
+
 
 def check_early_exit(model: Any, num_layers: Any) -> None:
     """Raises `TypeError` or `ValueError` unless `model` can be cut to its first `num_layers` layers."""
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int):
+    if not is_integer(num_layers):
         raise TypeError(f"`assistant_early_exit` must be a number of layers, got {num_layers!r}.")
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or find_layers(model) is None:

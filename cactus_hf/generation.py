@@ -201,7 +201,7 @@ def enable(model: Model | None = None) -> Model | None:
         return None
     inner = unwrapped(model)
     if not isinstance(inner, SpeculativeMixin):
-        inner.__class__ = _enabled_class(cast(Hashable, type(inner)))
+        inner.__class__ = _enabled_class(cast(Hashable, stock_class(type(inner))))
     return model
 
 

@@ -106,15 +106,25 @@ class BlockProcessor:
         return processors
 
     def __call__(self, logits: Tensor, sequences: Sequences, offset: int = 0) -> Tensor:
-        """Process `logits` [B, T, V], whose first position predicts the column `offset` behind the committed ones."""
+        """Process `logits` [B, T, V], whose first position predicts the column `offset` behind the committed ones.
+
+        Behind drafts that a processor does not take, or lets nothing follow, all logits are -inf.
+        """
+        is_void: Tensor | None = None
         for processor in self.processors:
             if isinstance(processor, OwnProcessor):
                 logits = processor.on_block(logits, sequences, offset, self.is_draft)
             elif is_among(processor, CONTEXT_FREE):
                 logits = processor(sequences.tokens, logits.flatten(0, 1)).view_as(logits)
+                continue
             else:
                 logits = _on_prefixes(processor, logits, sequences, offset)
-        return logits
+            is_empty = (logits == -torch.inf).all(-1)
+            if offset == 0 and not self.is_draft:  # a prefix that plain decoding comes to
+                is_empty[:, 0] = False
+            is_void = is_empty if is_void is None else is_void | is_empty
+            logits = logits.masked_fill(is_void[..., None], 0.0)  # the next processors take nothing but laws
+        return logits if is_void is None else logits.masked_fill(is_void[..., None], -torch.inf)
 
     def finish(self, sequences: Sequences) -> None:
         """Call the processors that remember on what was committed since, so that they end as after plain decoding."""
@@ -124,13 +134,21 @@ class BlockProcessor:
 
 
 def _on_prefixes(processor: Processor, logits: Tensor, sequences: Sequences, offset: int) -> Tensor:
-    processed = torch.empty_like(logits)
+    processed = torch.full_like(logits, -torch.inf)
     for length, index in sequences.by_length():
         rows = sequences.row_index[index.to(logits.device)]
+        # Rows of other lengths hold drafts and remains of such there: in their places stands one of these rows
+        shown = torch.arange(len(sequences.tokens), device=rows.device)
+        shown = torch.where(torch.isin(shown, rows), shown, rows[0])
         for t in range(logits.shape[1]):
-            scores = logits.new_zeros(len(sequences.tokens), logits.shape[2])
+            scores = logits.new_zeros(len(shown), logits.shape[2])
             scores[rows] = logits[index, t]
-            result = processor(sequences.tokens[:, : length + offset + t], scores)
+            try:
+                result = processor(sequences.tokens[shown, : length + offset + t], scores)
+            except Exception:
+                if offset + t == 0:
+                    raise
+                break  # it does not take the drafts; should the text come to this prefix, then it raises
             processed[index, t] = _checked(processor, result, scores)[rows]
     return processed
 

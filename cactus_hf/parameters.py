@@ -19,6 +19,11 @@ Rule = TypeVar("Rule", bound="AcceptanceRule")
 Parameter = float | Sequence[float] | Tensor
 
 
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer, of Python or numpy."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def check_parameter(
     name: str, value: Any, is_valid: Callable[[Tensor], Tensor], need: str, is_integer: bool = False
 ) -> float | Tensor:

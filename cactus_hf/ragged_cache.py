@@ -8,6 +8,7 @@ nothing: the next pass simply writes at an earlier slot, and what is left behind
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,8 @@ class RaggedLayer(CacheLayerMixin):
 
     def __init__(self, keys: Tensor, values: Tensor, owner: RaggedCache):
         super().__init__()
-        self.keys, self.values, self.owner = keys, values, owner
+        self.keys, self.values = keys, values
+        self.owner = weakref.proxy(owner)  # a cycle would keep the states until the garbage collector looks
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

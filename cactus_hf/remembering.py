@@ -166,15 +166,14 @@ class Rewindable:
             self.trial = copied(self.committed)
         if not is_draft:
             self.tried.append((ids.shape[1], scores.clone()))
-        if self.is_broken:
-            return scores
-        try:
-            return self.trial(ids, scores.clone())
-        except Exception:
-            # Drafts may be what it does not take, or stand behind an end. Should the text come to this prefix, then
-            # `catch_up` raises.
-            self.is_broken = True
-            return scores
+        if not self.is_broken:
+            try:
+                return self.trial(ids, scores.clone())
+            except Exception:
+                # Drafts may be what it does not take, or stand behind an end. Should the text come to this prefix,
+                # then the processor itself raises.
+                self.is_broken = True
+        return torch.full_like(scores, -torch.inf)
 
     def catch_up(self, ids: Tensor) -> None:
         """Make up for the calls on prefixes that the text `ids` [1, T] has come to."""

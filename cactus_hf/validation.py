@@ -11,6 +11,7 @@ from transformers import generation as hf
 from . import support
 from .acceptance import AcceptanceRule
 from .law import has_closed_form
+from .parameters import is_integer
 from .processor_kinds import FOR_OTHER_MODELS, is_among
 
 
@@ -74,7 +75,7 @@ def check_mode(config: hf.GenerationConfig, mode: str, has_draft: bool, is_custo
     if config.cache_implementation not in (None, "dynamic"):  # before the cache is made
         raise _cache_error(f"`cache_implementation={config.cache_implementation!r}`")
     ngram = config.max_matching_ngram_size
-    if ngram is not None and (isinstance(ngram, bool) or not isinstance(ngram, int) or ngram < 1):
+    if ngram is not None and (not is_integer(ngram) or ngram < 1):
         raise ValueError(f"`max_matching_ngram_size` must be an integer of at least 1, got {ngram!r}.")
 
 

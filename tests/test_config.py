@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import types
 
+import numpy as np
+import pytest
 import torch
 
 from cactus_hf import Cactus, TopK
@@ -28,6 +30,17 @@ def test_the_call_goes_before_the_configs_in_order():
 def test_only_the_call_is_explicit():
     assert make_options({"cactus_delta": 0.0}, []).is_explicit
     assert not make_options({}, [config(cactus_delta=0.0)]).is_explicit
+
+
+@pytest.mark.parametrize("seeds", ((1, -2), range(3), [np.int64(2**62), 2**70]))
+def test_seeds(seeds):
+    assert make_options({"cactus_delta": 1.0, "generator": seeds}, []).generator == list(seeds)
+
+
+@pytest.mark.parametrize("seeds", ([True], ["1"], [1.0], "12", np.arange(2), torch.arange(2), 1))
+def test_what_is_no_list_of_seeds(seeds):
+    with pytest.raises(TypeError, match="list of integer seeds"):
+        make_options({"cactus_delta": 1.0, "generator": seeds}, [])
 
 
 def test_draft_length():

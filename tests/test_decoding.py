@@ -67,6 +67,19 @@ def assert_same(rows: list[Tensor], expected: list[Tensor]) -> None:
         assert (row[length:] == tiny.PAD).all() and (other[length:] == tiny.PAD).all()
 
 
+def gpt_neo(window: int) -> GPTNeoForCausalLM:
+    """Attends to a window, by masks of its own that it cuts from the end of the cache."""
+    config = GPTNeoConfig(
+        vocab_size=tiny.VOCAB, hidden_size=32, num_layers=2, num_heads=4, window_size=window, bos_token_id=None,
+        eos_token_id=None, max_position_embeddings=256, attention_types=[[["global", "local"], 1]],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GPTNeoForCausalLM(config).eval()
+    tiny.spread(model, seed=0)
+    tiny.sharpen(model)
+    return model
+
+
 class TestGreedy:
     @pytest.mark.parametrize(("name", "attention"), RAGGED)
     def test_ragged_batch_equals_plain_rows(self, enabled, name, attention):
@@ -87,17 +100,15 @@ class TestGreedy:
     @pytest.mark.parametrize("lengths", ((5, 17, 9, 2), (7, 7), (9,)))
     def test_a_type_whose_rows_cannot_differ_is_decoded_row_by_row(self, enabled, lengths):
         """GPT-Neo cuts its mask from the end of the cache: a row beside a longer one looks at wrong slots."""
-        config = GPTNeoConfig(
-            vocab_size=tiny.VOCAB, hidden_size=32, num_layers=2, num_heads=4, window_size=8,
-            max_position_embeddings=256, attention_types=[[["global", "local"], 1]],
-        )  # fmt: skip
-        torch.manual_seed(0)
-        target = GPTNeoForCausalLM(config).eval()
-        tiny.spread(target, seed=0)
-        tiny.sharpen(target)
-        draft, prompts = tiny.perturbed(target), tiny.ragged_prompts(lengths)
+        target, prompts = gpt_neo(window=8), tiny.ragged_prompts(lengths)
         with warns_of_single_rows(len(lengths)):
-            assert_same(greedy(enabled(target), draft, prompts), plain(target, prompts))
+            assert_same(greedy(enabled(target), tiny.perturbed(target), prompts), plain(target, prompts))
+
+    @pytest.mark.parametrize("window", (24, 32, 40))
+    def test_such_a_type_is_found_out_before_its_texts_outgrow_its_window(self, enabled, window):
+        target, prompts = gpt_neo(window), tiny.ragged_prompts()
+        with warns_of_single_rows(4):
+            assert_same(greedy(enabled(target), tiny.perturbed(target), prompts), plain(target, prompts))
 
     @pytest.mark.parametrize("name", ONE_ROW)
     @pytest.mark.parametrize("lengths", ((5, 17, 9, 2), (9,)))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,10 @@ def test_a_round_cut_short_by_the_end_does_not_count_as_a_failure_of_the_draft()
     schedule = LengthSchedule(DraftLength(5, "heuristic"), 1)
     schedule.update(torch.tensor([0]), torch.tensor([2]), torch.tensor([2]))
     assert schedule.length.tolist() == [7]
+
+
+def test_integers_of_numpy():
+    assert LengthSchedule(DraftLength(np.int32(3)), 2).lengths(ROWS, PLENTY).tolist() == [3, 3]
 
 
 @pytest.mark.parametrize(
