@@ -197,8 +197,8 @@ def test_caches_that_do_not_fit(name: str, monkeypatch):
     for words, inputs in {
         "holds 9 tokens.*9: pass the whole": {"input_ids": ids},
         "holds 9 tokens.*4: pass the whole": {"input_ids": ids[:, :4]},
-        "position_ids.*cache holds belong": {"input_ids": ids[:, :4], "attention_mask": torch.ones(1, 13)},
-        "position_ids.*cache holds.*prompts": {"input_ids": more[:, :12], "attention_mask": torch.ones(1, 21)},
+        "_(ids|mask)`.*4.*cache holds": {"input_ids": ids[:, :4], "attention_mask": torch.ones(1, 13)},
+        "_(ids|mask)`.*12.*cache holds": {"input_ids": more[:, :12], "attention_mask": torch.ones(1, 21)},
         "attention_mask.*cache holds": {
             "input_ids": more[:, :12], "attention_mask": (torch.arange(21) > 0).long()[None]
         },
