@@ -16,7 +16,7 @@ from transformers import DynamicCache, StoppingCriteriaList, TextIteratorStreame
 
 import cactus_hf
 import tiny
-from cactus_hf.generation import CACHE_NAME
+from cactus_hf.host import CACHE_NAME
 
 
 ELSEWHERE = {
