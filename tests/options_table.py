@@ -329,7 +329,11 @@ ARGUMENTS = (
             },
         ),
     ),
-    refused("synced_gpus", "", True, "not supported"),
+    honoured(
+        "synced_gpus",
+        "several processes: see [multiple_processes.md](multiple_processes.md)",
+        tests=("test_ranks.py::test_text_and_cache_are_those_of_the_process_alone",),
+    ),
     refused("custom_generate", "a function; the code of a folder or Hub name is its own", lambda *_, **__: 0, "leave"),
     inert("trust_remote_code", "for `custom_generate`", True),
 )
