@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 MOST_AHEAD = 4096  # slots behind the longest row that `RaggedModel.is_faithful` looks at
+TAKEN_BACK = 3  # tokens that `CroppedModel.is_faithful` scores again
 
 
 class CachedModel(Protocol):
@@ -95,12 +96,12 @@ class RaggedModel:
         own, which rows may come to outgrow, hides more than a token or two.)
 
         A model that makes masks or positions of its own from the shape of the cache does not, and its configuration
-        does not tell. Total variation of .1 is far above rounding, even in bfloat16, and far below another text's law.
+        does not tell.
         """
         last = Slots.from_host(self.last_slot, 1, last_tokens.device)
         ahead = min(2 * (int(self.last_position.max()) - last.highest), MOST_AHEAD)
         again = self._score_at(last_tokens, last._replace(highest=last.highest + ahead))[:, 0]
-        return bool(((again.softmax(-1) - logits.softmax(-1)).abs().sum(-1) / 2 < 0.1).all())
+        return is_same_law(again, logits)
 
     def _score_at(self, tokens: Tensor, slots: Slots) -> Tensor:
         self.cache.slots = slots
@@ -131,7 +132,7 @@ class RaggedModel:
             self.last_position, self.offset = self.whole
             self.score(last_tokens, last_slots)  # plain decoding has read the last tokens of rows that ended early
         num_columns = int((self.cache.padding + last_slots).max())
-        return self.cache.give_back(self.source, self.host.fresh_cache(), num_columns, last_slots + 1)
+        return self.cache.give_back(self.source, num_columns, last_slots + 1)
 
 
 class CroppedModel:
@@ -158,6 +159,15 @@ class CroppedModel:
         self.host, self.cache, self.text, self.inputs, self.padding = host, cache, prompt, inputs, padding
         self.outputs = outputs
 
+    def is_faithful(self, logits: Tensor) -> bool:
+        """Whether tokens can be taken back: scores the prompt's last ones again and compares with `logits` [1, V]."""
+        length = self.text.shape[1] - self.padding
+        count = min(TAKEN_BACK, length - 1)
+        if count == 0:
+            return True
+        again = self.score(self.text[:, -count:], torch.tensor([length - count]))
+        return is_same_law(again[:, -1], logits)
+
     def score(self, tokens: Tensor, first: Tensor) -> Tensor:
         self._crop(int(first[0]) + self.padding)
         self.text = torch.cat([self.text, tokens], dim=1)
@@ -179,6 +189,14 @@ class CroppedModel:
     def returned_cache(self, last_tokens: Tensor, last_slots: Tensor) -> Cache:
         self._crop(int(last_slots[0]) + self.padding)
         return self.cache
+
+
+def is_same_law(logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits [B, V] agree up to rounding.
+
+    Total variation of .1 is far above it, even in bfloat16, and far below that of another text's law.
+    """
+    return bool(((logits.softmax(-1) - expected.softmax(-1)).abs().sum(-1) / 2 < 0.1).all())
 
 
 def widened(logits: Tensor) -> Tensor:

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import ModelOutput
@@ -85,10 +91,18 @@ class Host:
 
     @functools.cached_property
     def can_roll_back(self) -> bool:
-        """Whether states can be put back to an earlier token: there must be a cache, and not a recurrent one."""
-        if self.inner._is_stateful or not self.inner._supports_default_dynamic_cache() or not self.takes(CACHE_NAME):
+        """Whether states can be put back to an earlier token: there must be a cache, and one known to allow it."""
+        if not self.inner._supports_default_dynamic_cache() or not self.takes(CACHE_NAME):
             return False
-        return all(getattr(type(layer), "is_croppable", False) is True for layer in self.own_cache().layers)
+        if self.is_replayed or self.config.model_type in support.CONVOLVED:
+            return True
+        is_croppable = all(getattr(type(layer), "is_croppable", False) is True for layer in self.own_cache().layers)
+        return is_croppable and not self.inner._is_stateful
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether it keeps running states, which no cache can crop."""
+        return self.config.model_type in support.REPLAYED
 
     @functools.cached_property
     def is_ragged(self) -> bool:
@@ -125,8 +139,11 @@ class Host:
 
         Up to transformers 5.17 a sliding layer that remembers the past can be read once only before it is cropped.
         """
-        can_be_plain = RaggedCache.can_hold(self.own_cache())
-        return self._with_encoder(DynamicCache() if can_be_plain else DynamicCache(config=self.config), inputs)
+        cache = self.own_cache()
+        cache.layers = [
+            DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers
+        ]
+        return self._with_encoder(cache, inputs)
 
     def _with_encoder(self, cache: Cache, inputs: dict[str, Any] | None) -> Cache:
         has_encoder = self.is_encoder_decoder or (inputs or {}).get("encoder_outputs") is not None
@@ -149,13 +166,16 @@ class Host:
         prepared = self.inner.prepare_inputs_for_generation(
             text, next_sequence_length=num_new, is_first_iteration=False, **inputs
         )
+        prepared.pop("logits_to_keep", None)  # some models ask for the last alone
         return self.model(**prepared)
 
     def replay(self, text: Tensor, inputs: dict[str, Any]) -> ModelOutput:
         """Run all of `text` [R, columns] at once, without a cache, with the prompts' `inputs`."""
         inputs = extended(inputs, text.shape[1], self.is_encoder_decoder) | {self.cache_name: None, "use_cache": False}
         inputs.pop("logits_to_keep", None)
-        return self.model(**self.inner.prepare_inputs_for_generation(text, is_first_iteration=True, **inputs))
+        prepared = self.inner.prepare_inputs_for_generation(text, is_first_iteration=True, **inputs)
+        prepared.pop("logits_to_keep", None)
+        return self.model(**prepared)
 
     def candidate_generator(
         self, draft: Host | None, input_ids: Tensor, processors: Any, config: Any, inputs: dict[str, Any]

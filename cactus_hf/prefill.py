@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 from .cached_model import CachedModel, CroppedModel, RaggedModel, widened
 from .ragged_cache import UnequalRowsError
 from .ranks import ALONE, Ranks
+from .recurrent import ReplayedModel
 
 
 if TYPE_CHECKING:
@@ -110,14 +111,23 @@ def prefilled(
     cache = inputs.get(host.cache_name)
     if cache is None:
         cache = host.fresh_cache(inputs) if is_ragged else host.whole_cache(inputs)
-    if not (is_ragged and is_trusted):
+    if not (is_ragged and is_trusted) and not host.is_replayed:
         cache.activate_past_recording()  # sliding layers keep all: to be cropped, or for `is_faithful` to look back
     inputs = inputs | {host.cache_name: cache, "use_cache": True}
     first = host.prefill(input_ids, config, inputs | (watched or {}))
     logits, cache = widened(first.logits[:, -1]), first[host.cache_name]
     if not is_ragged:
         kept = None if watched is None else first
-        return logits, CroppedModel(host, cache, input_ids, inputs | (watched or {}), int(padding[0]), kept)
+        kind = ReplayedModel if host.is_replayed else CroppedModel
+        row = kind(host, cache, input_ids, inputs | (watched or {}), int(padding[0]), kept)
+        # Of a cache of the caller's not even the last tokens need be his to take back
+        is_trusted = host.is_tested or host.is_replayed or host.is_users(cache) or watched is not None
+        if not is_trusted and not row.is_faithful(logits):
+            raise ValueError(
+                f"{host.name} does not give tokens that were taken back and scored again the logits they had, so "
+                "drafts cannot be verified: use another model."
+            )
+        return logits, row
     longest = min(config.max_length, MOST_COLUMNS) - padding if context is None else torch.full_like(padding, context)
     position_ids = inputs.get("position_ids")
     model = RaggedModel(host, cache, padding, num_columns, position_ids, longest=longest, is_returned=is_returned)

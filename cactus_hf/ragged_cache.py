@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 
 GROWTH = 1.5  # a full cache is reallocated this much larger, so that copying costs O(1) a token
@@ -53,29 +59,53 @@ class UnequalRowsError(RuntimeError):
 
 
 class RaggedLayer(CacheLayerMixin):
-    """Keys [B, heads, capacity, key size] and values [B, heads, capacity, value size] of one layer."""
+    """Keys [B, heads, capacity, key size] and values [B, heads, capacity, value size] of one layer.
+
+    Args:
+        source (`CacheLayerMixin`): the layer that the states come from, which [`RaggedLayer.given_back`] is like.
+    """
 
     is_sliding = False
+    names: tuple[str, ...] = ("keys", "values")
 
-    def __init__(self, keys: Tensor, values: Tensor, owner: RaggedCache):
+    def __init__(self, source: Any, keys: Tensor, values: Tensor, owner: RaggedCache):
         super().__init__()
         self.keys, self.values = keys, values
         self.owner = weakref.proxy(owner)  # a cycle would keep the states until the garbage collector looks
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.kind, self.window = type(source), [source.sliding_window] if source.is_sliding else []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        slots = self.owner.slots
-        if slots.width > self.keys.shape[2]:
-            capacity = max(slots.width, int(GROWTH * self.keys.shape[2]))
-            self.keys, self.values = _enlarged(self.keys, capacity), _enlarged(self.values, capacity)
-        _write(self.keys, key_states, slots)
-        _write(self.values, value_states, slots)
-        return self.keys[:, :, : slots.width], self.values[:, :, : slots.width]
+        return self._written("keys", key_states), self._written("values", value_states)
 
-    def select(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows `index`."""
-        index = index.to(self.keys.device)
-        return self.keys.index_select(0, index), self.values.index_select(0, index)
+    def _written(self, name: str, new: Tensor) -> Tensor:
+        """Writes `new` [B, heads, T, size] to the states of that name, and returns all of them that are in use."""
+        slots, states = self.owner.slots, getattr(self, name)
+        if slots.width > states.shape[2]:
+            states = _enlarged(states, max(slots.width, int(GROWTH * states.shape[2])))
+            setattr(self, name, states)
+        _write(states, new, slots)
+        return states[:, :, : slots.width]
+
+    @property
+    def states(self) -> list[Tensor]:
+        """All of them, in the order of `names`."""
+        return [getattr(self, name) for name in self.names]
+
+    @states.setter
+    def states(self, states: list[Tensor]) -> None:
+        for name, value in zip(self.names, states, strict=True):
+            setattr(self, name, value)
+
+    def select(self, index: Tensor) -> list[Tensor]:
+        """`states` of the rows `index`."""
+        return [states.index_select(0, index.to(states.device)) for states in self.states]
+
+    def given_back(self, states: list[Tensor]) -> CacheLayerMixin:
+        """A layer of transformers' own that holds these `states`."""
+        layer: Any = self.kind(*self.window)
+        layer.update(*states[:2])
+        return layer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """A ragged layer is made from a prefilled one, so there is nothing left to initialise."""
@@ -92,17 +122,35 @@ class RaggedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # another name of it in transformers 5.17
 
 
+class RaggedIndexedLayer(RaggedLayer):
+    """Also holds the keys [B, 1, capacity, size] by which sparse attention picks the tokens it attends to."""
+
+    names = ("keys", "values", "indexer_keys")
+
+    def __init__(self, source: Any, keys: Tensor, values: Tensor, indexer_keys: Tensor, owner: RaggedCache):
+        super().__init__(source, keys, values, owner)
+        self.indexer_keys = indexer_keys
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        return self._written("indexer_keys", indexer_key_states[:, None])[:, 0]
+
+    def given_back(self, states: list[Tensor]) -> CacheLayerMixin:
+        layer: Any = super().given_back(states)
+        layer.update_indexer(states[2][:, 0])
+        return layer
+
+
 class RaggedCache(Cache):
     """The ragged cache of a model; see the module's docstring. Set `slots` before every forward pass."""
 
     slots: Slots  # of the coming forward pass
     padding: Tensor  # [R] on the CPU, of the rows as they came
     rows: Tensor  # [B] on the CPU, those still here
-    retired: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]  # rows that left, and their keys and values by layer
+    retired: list[tuple[Tensor, list[list[Tensor]]]]  # rows that left, and their states by layer
 
     @staticmethod
     def can_hold(cache: object) -> bool:
-        """Whether every layer of a fresh or prefilled transformers cache is plain or sliding attention."""
+        """Whether every layer of a fresh or prefilled transformers cache is attention, or has no states."""
         return isinstance(cache, Cache) and bool(cache.layers) and all(map(_is_supported, cache.layers))
 
     @classmethod
@@ -127,7 +175,12 @@ class RaggedCache(Cache):
             if missing < 0 or missing > 0 and not layer.is_sliding:
                 raise UnequalRowsError("A model with states of something else than the text")
             keys, values = (_left_aligned(states, padding, missing) for states in (layer.keys, layer.values))
-            ragged.layers.append(RaggedLayer(keys, values, ragged))
+            picked_by = getattr(layer, "indexer_keys", None)
+            if picked_by is None:
+                ragged.layers.append(RaggedLayer(layer, keys, values, ragged))
+            else:
+                picked_by = _left_aligned(picked_by[:, None], padding, 0)
+                ragged.layers.append(RaggedIndexedLayer(layer, keys, values, picked_by, ragged))
         return ragged
 
     def keep(self, index: Tensor, retire: bool) -> None:
@@ -138,36 +191,36 @@ class RaggedCache(Cache):
             self.retired.append((self.rows[leaving], [layer.select(leaving) for layer in layers]))
         self.rows = self.rows[index]
         for layer in layers:
-            layer.keys, layer.values = layer.select(index)
+            layer.states = layer.select(index)
 
     def take_back(self) -> None:
         """Hold all R rows again, in order."""
         layers = self._own_layers()
-        parts = [*self.retired, (self.rows, [(layer.keys, layer.values) for layer in layers])]
+        parts = [*self.retired, (self.rows, [layer.states for layer in layers])]
         for number, layer in enumerate(layers):
             states = []
-            for i, like in enumerate((layer.keys, layer.values)):  # the rows that went on have the most slots
+            for i, like in enumerate(layer.states):  # the rows that went on have the most slots
                 whole = like.new_zeros(len(self.padding), *like.shape[1:])
                 for rows, saved in parts:
                     whole[rows.to(whole.device), :, : saved[number][i].shape[2]] = saved[number][i]
                 states.append(whole)
-            layer.keys, layer.values = states
+            layer.states = states
         self.rows, self.retired = torch.arange(len(self.padding)), []
 
-    def give_back(self, cache: Cache, fresh: Cache, num_columns: int, num_slots: Tensor) -> Cache:
+    def give_back(self, cache: Cache, num_columns: int, num_slots: Tensor) -> Cache:
         """Put `num_columns` columns of all R rows into `cache`, in place of what it held; zeros behind a row's end.
 
         Args:
-            fresh (`Cache`): an empty cache of the same model, to take the layers of.
             num_slots (`torch.Tensor` of shape [R], on the CPU): slots of each row that hold its text.
         """
-        is_void = torch.arange(num_columns) >= (self.padding + num_slots)[:, None]
+        is_void = (torch.arange(num_columns) >= (self.padding + num_slots)[:, None])[:, None, :, None]
+        layers = list(self.layers)
         for number, layer in enumerate(self.layers):
             if isinstance(layer, RaggedLayer):
-                columns = (_columns(states, self.padding, num_columns) for states in (layer.keys, layer.values))
-                mask = is_void[:, None, :, None].to(layer.keys.device)
-                fresh.layers[number].update(*(states.masked_fill(mask, 0) for states in columns))
-        cache.layers = fresh.layers
+                columns = (_columns(states, self.padding, num_columns) for states in layer.states)
+                mask = is_void.to(layer.keys.device)
+                layers[number] = layer.given_back([states.masked_fill(mask, 0) for states in columns])
+        cache.layers = layers
         return cache
 
     def _own_layers(self) -> list[RaggedLayer]:
@@ -176,7 +229,7 @@ class RaggedCache(Cache):
 
 def _is_supported(layer: object) -> bool:
     kind = type(layer)
-    return kind in (DynamicLayer, DynamicSlidingWindowLayer) or kind.__name__ == "DummyLayer"
+    return kind in (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer) or kind.__name__ == "DummyLayer"
 
 
 def _write(states: Tensor, new: Tensor, slots: Slots) -> None:

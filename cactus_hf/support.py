@@ -7,11 +7,36 @@ from typing import Any
 
 RAGGED_ATTENTION = ("eager", "sdpa")  # implementations that take ready-made masks
 OWN_MASKS = ("bloom", "mpt")  # model types that build attention biases from a mask of two dimensions
-# Model types whose ragged batches equal plain rows (tests/test_decoding.py); others are tried at run time
+# Model types whose cache does not let the loop go back and score several tokens, though it looks like any other
+UNFIT = {
+    "cpmant": "puts tokens of its own before the text",
+    "moshi": "drops tokens from its cache that its mask does not hide",
+    "prophetnet": "takes one token at a time once there is a cache",
+    "xlm": "fills no cache",
+    **dict.fromkeys(
+        ("falcon_mamba", "jamba", "mamba", "zamba"), "forgets its state where it reads several tokens at once"
+    ),
+}
+# Model types with running states that go on from where they are saved (`cactus_hf.recurrent`), one row at a time
+REPLAYED = frozenset(
+    "bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lara_mini mamba2 nemotron_h olmo_hybrid "
+    "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text zamba2 zaya".split()
+)
+# Model types whose short convolutions transformers' cache can take back, one row at a time
+CONVOLVED = frozenset("inkling_text inkling2_text inkling2_loop_text lfm2 lfm2_moe lfm3".split())
+# Model types whose ragged batches equal plain rows (tests/test_families.py); others are tried at run time
 TESTED = frozenset(
-    "biogpt codegen cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 falcon gemma gemma2 gemma3_text glm glm4 gpt2 "
-    "gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe llama llama4_text mistral mixtral nemotron olmo olmo2 opt "
-    "phi phi3 qwen2 qwen3 qwen3_moe smollm3 stablelm starcoder2 xglm".split()
+    "afmoe apertus apertus1p5_text arcee aria_text axk1 axk2 beam bert bert-generation big_bird biogpt bitnet "
+    "camembert codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 "
+    "deepseek_v3 deepseek_v32 diffllama doge dory dots1 dots3_note_text electra ernie ernie4_5 ernie4_5_moe exaone "
+    "exaone4 exaone_moe falcon flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text "
+    "gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_neox_japanese "
+    "gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense "
+    "hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4_text "
+    "longcat_flash megatron-bert mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral "
+    "modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe "
+    "qwen3 qwen3_moe rembert roberta roberta-prelayernorm roc_bert sarvam_mla sarvam_moe seed_oss smollm3 "
+    "solar_open stablelm starcoder2 vaultgemma xglm xlm-roberta xlm-roberta-xl xmod youtu".split()
 )
 
 

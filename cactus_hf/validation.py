@@ -82,6 +82,8 @@ def check_mode(config: hf.GenerationConfig, mode: str, has_draft: bool, is_custo
 def check_models(hosts: dict[str, Host], tokenizers: tuple[Any, Any]) -> None:
     """Raises `ValueError` unless "target" and "draft", if there is one, fit this package and one another."""
     for role, host in hosts.items():
+        if (reason := support.UNFIT.get(host.config.model_type)) is not None:
+            raise ValueError(f"The {role}, {host.name}, {reason}, so drafts cannot be verified: use another model.")
         if not host.can_roll_back:
             raise ValueError(
                 f"The {role}, {host.name}, cannot be rolled back to the last accepted token: it keeps a recurrent "
@@ -175,13 +177,15 @@ def check_cache(cache: Any, num_rows: int, length: int) -> None:
     is_offloading = bool(getattr(cache, "offloading", False))
     if type(cache).__name__ != "DynamicCache" or is_offloading:
         raise _cache_error(f"a `{type(cache).__name__}`" + " with offloading" * is_offloading)
-    num_held = int(cache.get_seq_length())
+    # Running states have no length, and layers that read another's states have none of their own
+    states = [keys for layer in cache.layers if (keys := getattr(layer, "keys", None)) is not None]
+    num_held = int(cache.get_seq_length()) if states else 0
     if num_held >= length:
         raise ValueError(
             f"The cache holds {num_held} tokens, but the prompts have {length}: pass the whole text's token ids, "
             "those in the cache included, with one `attention_mask` value for each, and at least one that is new."
         )
-    held_rows = {layer.keys.shape[0] for layer in cache.layers if num_held}
+    held_rows = {keys.shape[0] for keys in states if num_held}
     if held_rows and held_rows != {num_rows}:
         raise ValueError(
             f"The cache holds {held_rows.pop()} rows, but there are {num_rows}: fill one for them all, or repeat its "

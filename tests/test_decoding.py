@@ -17,17 +17,9 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 import cactus_hf
 import tiny
 from cactus_hf import TokenKind
-from cactus_hf.support import TESTED
 
 
 NEW_TOKENS = 24
-RAGGED = [
-    (name, attention)
-    for name, row in tiny.ARCHITECTURES.items()
-    if not row.flags & {"alibi", "recurrent", "hybrid", "dynamic_rope"}
-    for attention in row.attention
-]
-ONE_ROW = [name for name, row in tiny.ARCHITECTURES.items() if "alibi" in row.flags]
 
 
 @pytest.fixture
@@ -81,15 +73,6 @@ def gpt_neo(window: int) -> GPTNeoForCausalLM:
 
 
 class TestGreedy:
-    @pytest.mark.parametrize(("name", "attention"), RAGGED)
-    def test_ragged_batch_equals_plain_rows(self, enabled, name, attention):
-        target, draft = tiny.pair(name, attention)
-        prompts = tiny.ragged_prompts()
-        assert_same(greedy(enabled(target), draft, prompts, num_assistant_tokens=4), plain(target, prompts))
-
-    def test_the_list_of_tested_types_is_what_is_tested(self):
-        assert {tiny.model(name).config.model_type for name, _ in RAGGED} == TESTED
-
     def test_a_type_that_was_not_tested_is_tried_and_runs(self, enabled, monkeypatch):
         monkeypatch.setattr(cactus_hf.support, "TESTED", frozenset())
         for name in ("llama", "mistral", "gemma3"):
@@ -109,18 +92,6 @@ class TestGreedy:
         target, prompts = gpt_neo(window), tiny.ragged_prompts()
         with warns_of_single_rows(4):
             assert_same(greedy(enabled(target), tiny.perturbed(target), prompts), plain(target, prompts))
-
-    @pytest.mark.parametrize("name", ONE_ROW)
-    @pytest.mark.parametrize("lengths", ((5, 17, 9, 2), (9,)))
-    def test_models_that_build_their_own_masks_are_decoded_row_by_row(self, enabled, name, lengths):
-        target, draft = tiny.pair(name, "eager")
-        prompts = tiny.ragged_prompts(lengths)
-        with warns_of_single_rows(len(lengths)):
-            rows = greedy(enabled(target), draft, prompts)
-        assert_same(rows, plain(target, prompts))
-        for index in range(len(lengths)):
-            row = prompts.row(index, num_pads=2 * (index % 2))
-            assert_same(greedy(target, draft, row), [rows[index]])
 
     def test_statistics_scores_and_seeds_of_rows_decoded_one_by_one(self, enabled):
         target, draft = (enabled(model) for model in tiny.pair("bloom", "eager", dtype=torch.float64))

@@ -1,0 +1,197 @@
+"""Families of which one row runs at a time, and families that are refused."""
+
+from __future__ import annotations
+
+from architectures import WINDOW
+from families_generic import ALL_HEADS, row
+
+
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+CONV = {"layer_types": ["conv", "full_attention"]}
+MAMBA = {"layers_block_type": ["linear_attention", "linear_attention", "hybrid"], "num_hidden_layers": 3}
+
+
+# Positions count the columns of a batch, padding included
+COUNTED = "positions count padding"
+ATTENTION = (
+    row("bart", "learned", "no_position_ids", seed=9, batch="one row", remark=COUNTED),
+    row("bigbird_pegasus", "learned", "no_position_ids", seed=1, batch="one row", remark=COUNTED),
+    row("blenderbot", "learned", "no_position_ids", batch="one row", remark=COUNTED),
+    row("blenderbot-small", "learned", "no_position_ids", seed=5, batch="one row", remark=COUNTED),
+    row(
+        "gpt_neo",
+        "learned",
+        seed=4,
+        batch="one row",
+        window_size=WINDOW,
+        attention_types=[[["global", "local"], 1]],
+        remark="local attention",
+    ),
+    row("marian", "learned", "no_position_ids", seed=17, batch="one row", remark=COUNTED),
+    row("mbart", "learned", "no_position_ids", batch="one row", remark=COUNTED),
+    row(
+        "minimax_m3_vl_text",
+        "sparse",
+        "moe",
+        batch="one row",
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "sparse"],
+        index_n_heads=2,
+        index_block_size=4,
+        index_topk_blocks=2,
+    ),
+    row("mvp", "learned", "no_position_ids", seed=37, batch="one row", remark=COUNTED),
+    row("pegasus", "learned", "no_position_ids", batch="one row", remark=COUNTED),
+    row("plbart", "learned", "no_position_ids", seed=38, batch="one row", remark=COUNTED),
+    row("roformer", "no_position_ids", seed=35, batch="one row", remark=COUNTED),
+    row("trocr", "learned", "no_position_ids", seed=17, batch="one row", remark=COUNTED),
+    row("whisper", "learned", "no_position_ids", seed=3, batch="one row", remark=COUNTED),
+)
+# transformers clamps the time step where it reads several tokens at once, and not where it reads one
+CLAMPED = "as plain generation up to `time_step_min`, which transformers heeds in blocks only"
+RECURRENT = (
+    row("bailing_hybrid", "hybrid", "latent", "moe", seed=1, batch="one row", **LINEAR, **ALL_HEADS, q_lora_rank=None),
+    row("bamba", "hybrid", seed=0, batch="one row", attn_layer_indices=[1]),
+    row("falcon_h1", "hybrid", seed=2, batch="one row"),
+    row("granitemoehybrid", "hybrid", "moe", seed=5, batch="one row", **LINEAR),
+    row("inkling_text", "conv", "sliding", "moe", seed=2, batch="one row", layer_types=["hybrid_sliding", "hybrid"]),
+    row("inkling2_text", "conv", "moe", seed=1, batch="one row"),
+    row("inkling2_loop_text", "conv", "moe", seed=2, batch="one row"),
+    row(
+        "kimi_linear",
+        "hybrid",
+        "latent",
+        "moe",
+        seed=4,
+        batch="one row",
+        **LINEAR,
+        **ALL_HEADS,
+        q_lora_rank=None,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        mlp_layer_types=["dense", "sparse"],
+    ),
+    row(
+        "lara_mini",
+        "hybrid",
+        "sliding",
+        "moe",
+        seed=5,
+        batch="one row",
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "sliding_attention", "full_attention"],
+    ),
+    row("lfm2", "conv", seed=5, batch="one row", **CONV),
+    row("lfm2_moe", "conv", "moe", seed=5, batch="one row", **CONV),
+    row(
+        "lfm3",
+        "conv",
+        "sliding",
+        seed=2,
+        batch="one row",
+        num_hidden_layers=3,
+        layer_types=["conv", "sliding_attention", "full_attention"],
+    ),
+    row("mamba2", "recurrent", seed=1, batch="one row", num_heads=8),
+    row(
+        "nemotron_h",
+        "hybrid",
+        "moe",
+        seed=1,
+        batch="one row",
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        sliding_window=None,
+        num_hidden_layers=4,
+        time_step_min=1e-6,
+        remark=CLAMPED,
+    ),
+    row("olmo_hybrid", "hybrid", seed=0, batch="one row", **LINEAR, **ALL_HEADS, linear_num_key_heads=4),
+    row("qwen3_5_moe_text", "hybrid", "moe", seed=1, batch="one row", **LINEAR),
+    row("qwen3_5_text", "hybrid", seed=2, batch="one row", **LINEAR),
+    row("qwen3_next", "hybrid", "moe", seed=12, batch="one row", **LINEAR),
+    row(
+        "qwen4_exp_text",
+        "hybrid",
+        "sparse",
+        "moe",
+        seed=5,
+        batch="one row",
+        layer_types=["linear_attention", "indexed_attention"],
+        hc_lowrank=8,
+        hc_count=2,
+        indexer_n_heads=32,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=6,
+        indexer_compress_ratio=2,
+    ),
+    row(
+        "zamba2",
+        "hybrid",
+        seed=2,
+        batch="one row",
+        **MAMBA,
+        **ALL_HEADS,
+        n_mamba_heads=8,
+        time_step_min=1e-6,
+        remark=CLAMPED,
+    ),
+    row(
+        "zaya",
+        "hybrid",
+        "moe",
+        seed=7,
+        batch="one row",
+        num_experts_per_tok=1,
+        router_hidden_size=16,
+        sliding_window=None,
+    ),
+)
+# transformers' kernels for them read several tokens at once as if nothing stood before
+FORGETS = "forgets its state where it reads several tokens at once"
+REFUSED = (
+    row("cpmant", batch="refused", remark="puts tokens of its own before the text"),
+    row(
+        "deepseek_v4",
+        "sparse",
+        "moe",
+        batch="refused",
+        num_key_value_heads=1,
+        head_dim=16,
+        qk_rope_head_dim=8,
+        index_n_heads=2,
+        o_groups=2,
+        layer_types=["sliding_attention", "compressed_sparse_attention"],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        remark="compressed states",
+    ),
+    row("minimax", "hybrid", "moe", batch="refused", **LINEAR, block_size=8),
+    row("moshi", batch="refused", num_codebooks=2, remark="cache and mask disagree about the window"),
+    row("openai-gpt", "learned", batch="refused", remark="no cache"),
+    row("prophetnet", "learned", batch="refused", remark="takes one token at a time"),
+    row(
+        "reformer",
+        batch="refused",
+        axial_pos_shape=[16, 16],
+        axial_pos_embds_dim=[16, 16],
+        attn_layers=["local", "local"],
+        num_hidden_layers=2,
+        local_attn_chunk_length=8,
+        attention_head_size=8,
+        remark="no key/value cache",
+    ),
+    row("xlm", batch="refused", remark="no cache"),
+    row("xlnet", batch="refused", remark="no cache"),
+    row("falcon_mamba", "recurrent", batch="refused", remark=FORGETS),
+    row(
+        "zamba",
+        "hybrid",
+        batch="refused",
+        remark=FORGETS,
+        **MAMBA,
+        **ALL_HEADS,
+        attention_head_dim=16,
+        attention_hidden_size=64,
+    ),
+)
+ROWS = ATTENTION + RECURRENT + REFUSED
