@@ -77,7 +77,7 @@ def speculate(
     max_length = min(config.max_length, stopping.max_length or config.max_length, MOST_COLUMNS)
     sources = Sources(target, draft, options, config)
     check_context(target, prompt_length - padding, max_length - int(padding.min()))
-    check_ranks(ranks, sources.reads_states, config)
+    check_ranks(ranks, sources.hosts.values(), sources.reads_states, config)
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
     ranks.check_alike(input_ids, padding, max_length, sources.length.num_tokens, do_sample)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,12 +201,19 @@ def _cache_error(cause: str) -> ValueError:
     )
 
 
-def check_ranks(ranks: Ranks, reads_states: bool, config: hf.GenerationConfig) -> None:
+def check_ranks(ranks: Ranks, hosts: Iterable[Host], reads_states: bool, config: hf.GenerationConfig) -> None:
     """Raises `ValueError` where several processes could not keep in step.
 
     Args:
+        hosts (iterable of `Host`): the models whose rows have a cache of their own.
         reads_states (`bool`): whether a generator of transformers drafts, which knows of one process only.
     """
+    replayed = next((host.name for host in hosts if host.is_replayed), None)
+    if ranks.is_synced and replayed is not None:
+        raise ValueError(
+            "With `synced_gpus` (FSDP, DeepSpeed ZeRO-3) all processes must make the same forward passes, and "
+            f"{replayed}, which keeps running states, makes one more after each rejection: use a model of attention."
+        )
     if ranks.is_synced and config.prefill_chunk_size is not None:
         raise ValueError(
             "With `synced_gpus` (FSDP, DeepSpeed ZeRO-3) all processes must make the same forward passes, and "
