@@ -94,6 +94,8 @@ class Host:
         """Whether states can be put back to an earlier token: there must be a cache, and one known to allow it."""
         if not self.inner._supports_default_dynamic_cache() or not self.takes(CACHE_NAME):
             return False
+        if self.config.model_type in support.UNFIT:
+            return False
         if self.is_replayed or self.config.model_type in support.CONVOLVED:
             return True
         is_croppable = all(getattr(type(layer), "is_croppable", False) is True for layer in self.own_cache().layers)

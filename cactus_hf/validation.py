@@ -83,13 +83,11 @@ def check_mode(config: hf.GenerationConfig, mode: str, has_draft: bool, is_custo
 def check_models(hosts: dict[str, Host], tokenizers: tuple[Any, Any]) -> None:
     """Raises `ValueError` unless "target" and "draft", if there is one, fit this package and one another."""
     for role, host in hosts.items():
-        if (reason := support.UNFIT.get(host.config.model_type)) is not None:
-            raise ValueError(f"The {role}, {host.name}, {reason}, so drafts cannot be verified: use another model.")
         if not host.can_roll_back:
+            reason = support.UNFIT.get(host.config.model_type, "keeps a recurrent state, or has no key/value cache")
             raise ValueError(
-                f"The {role}, {host.name}, cannot be rolled back to the last accepted token: it keeps a recurrent "
-                "state, or has no key/value cache at all. Use a model whose layers are all attention "
-                "over such a cache."
+                f"The {role}, {host.name}, cannot be rolled back to the last accepted token: it {reason}. Use a model "
+                "whose layers are all attention over such a cache."
             )
         if not host.has_masks:
             raise ValueError(
