@@ -14,7 +14,8 @@ UNFIT = {
     "prophetnet": "takes one token at a time once there is a cache",
     "xlm": "fills no cache",
     **dict.fromkeys(
-        ("falcon_mamba", "jamba", "mamba", "zamba"), "forgets its state where it reads several tokens at once"
+        ("falcon_mamba", "jamba", "mamba", "zamba"),
+        "forgets its recurrent state where it reads several tokens at once",
     ),
 }
 # Model types with running states that go on from where they are saved (`cactus_hf.recurrent`), one row at a time

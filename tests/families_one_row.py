@@ -148,7 +148,7 @@ RECURRENT = (
     ),
 )
 # transformers' kernels for them read several tokens at once as if nothing stood before
-FORGETS = "forgets its state where it reads several tokens at once"
+FORGETS = "forgets its recurrent state where it reads several tokens at once"
 REFUSED = (
     row("cpmant", batch="refused", remark="puts tokens of its own before the text"),
     row(
