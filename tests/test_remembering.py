@@ -393,3 +393,19 @@ class TestDraftsThatItDoesNotTake:
                 target.generate(**call, **drafting)
         call |= {"max_new_tokens": 9}
         assert torch.equal(target.generate(**call, **drafting), target.generate(**call))
+
+    def test_prefix_functions_of_rows_that_share_nothing(self, pair):
+        """Each row has a language of its own, and raises at the others' texts."""
+
+        def function(row, text):
+            own = list(range(10 + 20 * row, 30 + 20 * row))
+            return own if all(token in [*own, tiny.PAD] for token in text[17:].tolist()) else []
+
+        target, draft = pair
+        prompts = tiny.ragged_prompts((9, 17, 5))
+        call = {**prompts.inputs, **GREEDY, "prefix_allowed_tokens_fn": function}
+        assert torch.equal(target.generate(**call, assistant_model=draft, cactus_delta=1.0), target.generate(**call))
+        call |= {"do_sample": True, "num_return_sequences": 2}
+        rows = target.generate(**call, assistant_model=draft, cactus_delta=1.0)[:, 17:]
+        for row, text in enumerate(rows.tolist()):
+            assert {(token - 10) // 20 for token in text} == {row // 2}
