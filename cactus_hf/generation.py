@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .config import KEYWORDS, SpeculationOptions, make_options
 from .early_exit import check_early_exit, first_layers
-from .host import METHODS, Host, keep_unknown_options
+from .host import METHODS, Host, keep_unknown_options, split_by_row
 from .session import speculate
 from .sources import Sources
 from .validation import check_mode, check_models
@@ -79,9 +79,10 @@ def assisted_decoding(
 ) -> Any:
     """Runs our loop where stock assisted decoding would run."""
     options = getattr(generation_config, OPTIONS, None)
-    prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
     if options is None:
-        return stock(*prepared, **kwargs)
+        return stock(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+    processors = [split_by_row(processor, len(input_ids)) for processor in logits_processor]
+    prepared = (input_ids, processors, stopping_criteria, generation_config)
     for name in ("tokenizer", "assistant_tokenizer"):  # of no use to the loop
         kwargs.pop(name, None)
     draft = kwargs.pop("assistant_model", None)

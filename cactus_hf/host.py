@@ -19,11 +19,13 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
 )
+from transformers.generation import PrefixConstrainedLogitsProcessor
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import ModelOutput
 
 from . import support
+from .logits import RowProcessors
 from .model_inputs import extended
 from .ragged_cache import RaggedCache
 from .wrappers import execution_device, unwrapped
@@ -205,3 +207,15 @@ class Host:
         options = (getattr(config, name, None) for name in ("use_mtp", "speculation_type"))
         kind = "" if draft is None else draft.name
         return any(options) or kind.startswith(("Gemma4Assistant", "Gemma4UnifiedAssistant"))
+
+
+def split_by_row(processor: Any, num_rows: int) -> Any:
+    """The same; for a `prefix_allowed_tokens_fn` one a row, so that what one row's drafts raise is its own affair."""
+    if type(processor) is not PrefixConstrainedLogitsProcessor:
+        return processor
+
+    def of_row(row: int) -> PrefixConstrainedLogitsProcessor:
+        function, number = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+        return PrefixConstrainedLogitsProcessor(lambda _, text: function(number, text), 1)
+
+    return RowProcessors([of_row(row) for row in range(num_rows)])

@@ -45,20 +45,40 @@ class OwnProcessor(Watched):
             if not self.has_changed():
                 return processed
             self.part()
-        assert self.rows is not None
-        processed = torch.empty_like(logits)
-        for b, row in enumerate(sequences.rows.tolist()):
-            length = int(sequences.length[row])
-            for t in range(logits.shape[1]):
-                ids, scores = sequences.tokens[row : row + 1, : length + offset + t], logits[b, t : t + 1].clone()
-                result = self.rows[row](ids, scores, offset + t == 0, is_draft)
-                processed[b, t] = _checked(self.original, result, scores)[0]
-        return processed
+        rows = self.rows
+        assert rows is not None
+
+        def process(row: int, ids: Tensor, scores: Tensor, num_drafts: int) -> Tensor:
+            return _checked(self.original, rows[row](ids, scores, num_drafts == 0, is_draft), scores)
+
+        return _row_by_row(process, logits, sequences, offset)
 
     def finish(self, sequences: Sequences) -> None:
         """Bring the user's own processor up to the end of its text; in a batch there is none, each row has copies."""
         if self.rows is not None and len(self.rows) == 1:
             self.rows[0].catch_up(sequences.tokens[:, : int(sequences.length[0])])
+
+
+class RowProcessors:
+    """A processor for each row, none of which remembers anything.
+
+    Args:
+        rows (list of `Callable`): take that row's ids [1, T] and scores [1, V].
+    """
+
+    def __init__(self, rows: Sequence[Processor]):
+        self.rows = rows
+
+    def on_block(self, logits: Tensor, sequences: Sequences, offset: int) -> Tensor:
+        def process(row: int, ids: Tensor, scores: Tensor, num_drafts: int) -> Tensor:
+            try:
+                return self.rows[row](ids, scores)
+            except Exception:
+                if num_drafts == 0:
+                    raise
+                return torch.full_like(scores, -torch.inf)  # it does not take the drafts
+
+        return _row_by_row(process, logits, sequences, offset)
 
 
 class BlockProcessor:
@@ -69,7 +89,7 @@ class BlockProcessor:
         is_draft (`bool`, *optional*, defaults to `False`): whether they are the draft's logits that come.
     """
 
-    def __init__(self, processors: Sequence[Processor | OwnProcessor], is_draft: bool = False):
+    def __init__(self, processors: Sequence[Processor | OwnProcessor | RowProcessors], is_draft: bool = False):
         self.processors, self.is_draft = list(processors), is_draft
 
     @classmethod
@@ -86,7 +106,9 @@ class BlockProcessor:
         known = CONTEXT_FREE | PREFIX_ONLY
         return cls(
             [
-                each if is_function(each) or is_among(each, known) else OwnProcessor(each, prompts, vocab_size)
+                each
+                if isinstance(each, RowProcessors) or is_function(each) or is_among(each, known)
+                else OwnProcessor(each, prompts, vocab_size)
                 for each in processors
             ]
         )
@@ -99,7 +121,7 @@ class BlockProcessor:
         """Processors for candidate generators of transformers, which call them on drafts only: none that remembers."""
         processors = hf.LogitsProcessorList()
         for each in self.processors:
-            if not isinstance(each, OwnProcessor):
+            if not isinstance(each, (OwnProcessor, RowProcessors)):
                 processors.append(each)
             elif each.rows is None:
                 processors.append(copied(each.original))
@@ -114,6 +136,8 @@ class BlockProcessor:
         for processor in self.processors:
             if isinstance(processor, OwnProcessor):
                 logits = processor.on_block(logits, sequences, offset, self.is_draft)
+            elif isinstance(processor, RowProcessors):
+                logits = processor.on_block(logits, sequences, offset)
             elif is_among(processor, CONTEXT_FREE):
                 logits = processor(sequences.tokens, logits.flatten(0, 1)).view_as(logits)
                 continue
@@ -150,6 +174,18 @@ def _on_prefixes(processor: Processor, logits: Tensor, sequences: Sequences, off
                     raise
                 break  # it does not take the drafts; should the text come to this prefix, then it raises
             processed[index, t] = _checked(processor, result, scores)[rows]
+    return processed
+
+
+def _row_by_row(
+    process: Callable[[int, Tensor, Tensor, int], Tensor], logits: Tensor, sequences: Sequences, offset: int
+) -> Tensor:
+    """`process` takes row, ids [1, T], scores [1, V] and how many drafts stand at the end of the ids."""
+    processed = torch.empty_like(logits)
+    for b, row in enumerate(sequences.rows.tolist()):
+        for t in range(logits.shape[1]):
+            ids = sequences.tokens[row : row + 1, : int(sequences.length[row]) + offset + t]
+            processed[b, t] = process(row, ids, logits[b, t : t + 1].clone(), offset + t)[0]
     return processed
 
 

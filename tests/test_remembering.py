@@ -81,15 +81,15 @@ class Frequencies:
 
 
 class PerRow:
-    """Has a setting, and a state, for each row of the batch."""
+    """Has a setting, and a state, for each row of the batch; the settings tell from the second call on."""
 
     def __init__(self, steps):
-        self.steps, self.state = steps, [0] * len(steps)
+        self.steps, self.calls = steps, -1
 
     def __call__(self, ids, scores):
-        for row, step in enumerate(self.steps):
-            self.state[row] += step
-        return torch.stack([row.roll(self.state[i] % 5) for i, row in enumerate(scores)])
+        self.calls += 1
+        state = [step * self.calls for step in self.steps]
+        return torch.stack([row.roll(state[i] % 5) for i, row in enumerate(scores)])
 
 
 class Bound:
@@ -342,3 +342,70 @@ class TestExceptions:
             target.generate(**call, logits_processor=[Counting()], streamer=broken)
         expected = rows_alone(target, prompts, lambda row: [Counting()])
         assert torch.equal(target.generate(**call, logits_processor=[Counting()]), expected)
+
+
+class TestDraftsThatItDoesNotTake:
+    """A processor may raise on text that it forbade, or behind an end: plain decoding shows it neither."""
+
+    END = 72
+
+    def allowed(self, width, is_shown_ends):
+        """New tokens rise by one to nine until an end; transformers raises where nothing is allowed."""
+
+        def function(row, text):
+            new = text[width:].tolist()
+            has_ended = any(token >= self.END for token in new)
+            if has_ended and is_shown_ends:
+                return [tiny.PAD]
+            if has_ended or any(not 1 <= b - a <= 9 for a, b in zip(new, new[1:], strict=False)):
+                return []
+            return range(new[-1] + 1, new[-1] + 10) if new else range(5, 15)
+
+        return function
+
+    @pytest.mark.parametrize("lengths", ((17,), (5, 17, 9, 2)), ids=("one row", "batch"))
+    @pytest.mark.parametrize("source", ("draft", "lookup"))
+    def test_prefix_function(self, pair, lengths, source):
+        target, draft = pair
+        prompts = tiny.ragged_prompts(lengths)
+        prompts.input_ids[:, -2:] = torch.tensor([10, 30])  # looked up, and forbidden
+        # In a batch plain decoding asks about rows that have ended, too
+        call = {"prefix_allowed_tokens_fn": self.allowed(17, is_shown_ends=len(lengths) > 1)}
+        call |= {**prompts.inputs, **GREEDY, "eos_token_id": list(range(self.END, tiny.VOCAB)), "max_new_tokens": 30}
+        plain = target.generate(**call)
+        drafting = {"assistant_model": draft} if source == "draft" else {"prompt_lookup_num_tokens": 3}
+        ours = target.generate(**call, **drafting, num_assistant_tokens=9, cactus_delta=1.0)
+        assert torch.equal(ours, plain)
+
+    @pytest.mark.parametrize("lengths", LENGTHS, ids=("one row", "batch"))
+    def test_the_text_comes_to_it(self, pair, lengths):
+        """A function that raises at the tenth token raises, drafts or none."""
+
+        def raising(ids, scores):
+            if ids.shape[1] == max(lengths) + 9:
+                raise KeyError(ids[:, :-1].tolist())
+            return scores
+
+        target, draft = pair
+        call = {**tiny.ragged_prompts(lengths).inputs, **GREEDY, "logits_processor": [raising]}
+        for drafting in ({}, {"assistant_model": draft, "cactus_delta": 1.0}):
+            with pytest.raises(KeyError):
+                target.generate(**call, **drafting)
+        call |= {"max_new_tokens": 9}
+        assert torch.equal(target.generate(**call, **drafting), target.generate(**call))
+
+    def test_prefix_functions_of_rows_that_share_nothing(self, pair):
+        """Each row has a language of its own, and raises at the others' texts."""
+
+        def function(row, text):
+            own = list(range(10 + 20 * row, 30 + 20 * row))
+            return own if all(token in [*own, tiny.PAD] for token in text[17:].tolist()) else []
+
+        target, draft = pair
+        prompts = tiny.ragged_prompts((9, 17, 5))
+        call = {**prompts.inputs, **GREEDY, "prefix_allowed_tokens_fn": function}
+        assert torch.equal(target.generate(**call, assistant_model=draft, cactus_delta=1.0), target.generate(**call))
+        call |= {"do_sample": True, "num_return_sequences": 2}
+        rows = target.generate(**call, assistant_model=draft, cactus_delta=1.0)[:, 17:]
+        for row, text in enumerate(rows.tolist()):
+            assert {(token - 10) // 20 for token in text} == {row // 2}

@@ -217,8 +217,9 @@ class Repeats(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         for row, token in enumerate(input_ids[:, -1].tolist()):
-            self.seen[row] = self.seen.get(row, 0) + self.kind(token)
-        return torch.tensor([self.seen[row] >= 3 for row in range(len(input_ids))])
+            if self.kind(token):
+                self.seen[row] = self.seen.get(row, 0) + 1
+        return torch.tensor([self.seen.get(row, 0) >= 3 for row in range(len(input_ids))])
 
 
 class PerRow(StoppingCriteria):
@@ -235,16 +236,15 @@ class TestCriteriaThatRemember:
     def test_counting(self, sampled, limit):
         sampled.check(sampled(stopping_criteria=[Counting(limit)]), [limit] * len(sampled.text))
 
-    def test_what_each_row_had(self, sampled):
-        def is_even(token):
-            return token % 2 == 0
-
-        lengths = [
-            next((i + 1 for i in range(NEW) if sum(map(is_even, row[: i + 1])) >= 3), NEW)
-            for row in sampled.text.tolist()
-        ]
-        assert max(lengths) < NEW
-        sampled.check(sampled(stopping_criteria=[Repeats(is_even)]), lengths)
+    @pytest.mark.parametrize("is_late", (False, True), ids=("from the prompt on", "later"))
+    def test_what_each_row_had(self, sampled, is_late):
+        """If the prompts end in other tokens, then nothing shows beforehand that it remembers."""
+        prompts = sampled.prompts.input_ids[:, -1].tolist()
+        kind = {token for row in sampled.text.tolist() for token in row if token % 2 == 0}
+        kind = kind - set(prompts) if is_late else kind | set(prompts)
+        lengths = [[i + 1 for i, token in enumerate(row) if token in kind][2] for row in sampled.text.tolist()]
+        assert 1 < min(lengths) and max(lengths) < NEW
+        sampled.check(sampled(stopping_criteria=[Repeats(kind.__contains__)]), lengths)
 
     def test_a_value_for_each_row(self, sampled):
         limits = [4, 11, 7][: len(sampled.text)]
