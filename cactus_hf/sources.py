@@ -50,7 +50,7 @@ class Sources:
         self.reads_states = target.serves_states_to(draft, config)
         self.length = self._draft_length(options)
         self.generator: Any = None
-        self.translation = None if draft is None else _translation(draft, tokenizers)
+        self.translation = None if draft is None or self.reads_states else _translation(draft, tokenizers)
 
     @property
     def hosts(self) -> dict[str, Host]:

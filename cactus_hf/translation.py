@@ -45,8 +45,8 @@ class Translation:
         self.ids = {i: own for i, text in self.ordinary.items() if (own := own_ids.get(text)) is not None}
         if not self.ids:
             raise ValueError(
-                "`tokenizer` and `assistant_tokenizer` have no token in common but special ones, so there is nothing to "
-                "draft: take a draft with a vocabulary more like the target's."
+                "`tokenizer` and `assistant_tokenizer` have no token in common but special ones, so there is nothing "
+                "to draft: take a draft with a vocabulary more like the target's."
             )
         special_ids = {text: i for i, text in own_special.items() if i < draft_size}
         self.ids |= {i: special_ids[text] for i, text in self.special.items() if text in special_ids}
@@ -65,7 +65,7 @@ class Translation:
         return table
 
     def read_token(self, token: int) -> list[int]:
-        """The draft's ids for one of the target's: several where the draft has it in pieces only, none if not at all."""
+        """The draft's ids for one of the target's: several where it has the text in pieces, none if not at all."""
         if token in self.ids:
             return [self.ids[token]]
         if token not in self.pieces:
@@ -113,7 +113,8 @@ class TranslatedText:
 
     def __init__(self, translation: Translation, sequences: Sequences, vocab_size: int, device: torch.device):
         self.translation, self.device = translation, device
-        self.table = translation.table(vocab_size).to(sequences.tokens.device)
+        table = translation.table(vocab_size).to(sequences.tokens.device)
+        self.own_ids, self.is_missing = table.clamp_min(0), table < 0  # [V] each
         self.ids: dict[int, list[int]] = {}  # of each row of R
         self.num_columns: dict[int, int] = {}  # of the target's text that were translated
         for row in sequences.rows.tolist():
@@ -143,10 +144,10 @@ class TranslatedText:
         return block.to(self.device)
 
     def read_drafts(self, tokens: Tensor) -> Tensor:
-        return self.table[tokens].clamp_min(0).to(self.device)
+        return self.own_ids[tokens].to(self.device)
 
     def over_target(self, logits: Tensor) -> Tensor:
-        return logits[..., self.table.clamp_min(0)].masked_fill(self.table < 0, -torch.inf)
+        return logits[..., self.own_ids].masked_fill_(self.is_missing, -torch.inf)
 
 
 def spellings(tokenizer: Any) -> tuple[dict[int, str], dict[int, str]]:
