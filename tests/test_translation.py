@@ -202,11 +202,11 @@ class TestReading:
         text = TranslatedText(Translation(target, draft, 2), rows, 6, torch.device("cpu"))
         model = Successor(vocab=2)
         reader = Reader(model.prefill, text, rows)
-        rows.write(0, torch.tensor([[2], [1]]))
-        rows.commit(torch.tensor([[2], [1]]), torch.tensor([1, 1]))
+        rows.write(0, torch.tensor([[2], [0]]))
+        rows.commit(torch.tensor([[2], [0]]), torch.tensor([1, 1]))
         logits = reader.begin(rows, torch.tensor([2, 2]))
-        assert model.fed == [([[1, 0, 0, 1], [0, 0, 0, 0]], [1, 0])]
-        assert logits.argmax(-1).tolist() == [0, 1], "what follows the last id of each row"
+        assert model.fed == [([[1, 0, 0, 1], [0, 1, 0, 0]], [1, 0])]
+        assert logits.argmax(-1).tolist() == [0, 0], "what follows the last id of each row"
         reader.go_on(torch.tensor([[0], [0]]))
         assert model.fed[1] == ([[1], [1]], [5, 2])
 
