@@ -83,8 +83,6 @@ def assisted_decoding(
         return stock(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
     processors = [split_by_row(processor, len(input_ids)) for processor in logits_processor]
     prepared = (input_ids, processors, stopping_criteria, generation_config)
-    for name in ("tokenizer", "assistant_tokenizer"):  # of no use to the loop
-        kwargs.pop(name, None)
     draft = kwargs.pop("assistant_model", None)
     try:
         return speculate(Host(model), _draft_host(model, draft, generation_config), options, *prepared, **kwargs)

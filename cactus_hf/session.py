@@ -52,6 +52,8 @@ def speculate(
     streamer: Any = None,
     synced_gpus: bool = False,
     inputs_tensor: Tensor | None = None,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
     **inputs: Any,
 ) -> SpeculativeOutput | SpeculativeEncoderDecoderOutput | Tensor:
     """Decode the prompts `input_ids` [R, P].
@@ -75,7 +77,7 @@ def speculate(
     ranks = make_ranks([target] if draft is None else [target, draft], synced_gpus, input_ids.device)
     stopping = Stopping(criteria, input_ids, target.vocab_size if has_scores else None, ranks)
     max_length = min(config.max_length, stopping.max_length or config.max_length, MOST_COLUMNS)
-    sources = Sources(target, draft, options, config)
+    sources = Sources(target, draft, options, config, (tokenizer, assistant_tokenizer))
     check_context(target, prompt_length - padding, max_length - int(padding.min()))
     check_ranks(ranks, sources.hosts.values(), sources.reads_states, config)
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)

@@ -19,8 +19,9 @@ from .logits import BlockProcessor
 from .prefill import TEXT_INPUTS, Prompts, prefilled
 from .prompt_lookup import PromptLookup
 from .ranks import ALONE, Ranks
-from .reading import Reader, SharedText
+from .reading import DraftText, Reader, SharedText
 from .sequences import Sequences
+from .translation import TranslatedText, Translation
 
 
 if TYPE_CHECKING:
@@ -34,13 +35,22 @@ class Sources:
         target, draft (`Host`): the models; no draft for prompt lookup and multi-token prediction.
         options (`SpeculationOptions`): of the call.
         config (`GenerationConfig`): of the call.
+        tokenizers (`tuple` of two `PreTrainedTokenizerBase`, *optional*): the target's, and the draft's.
     """
 
-    def __init__(self, target: Host, draft: Host | None, options: SpeculationOptions, config: hf.GenerationConfig):
+    def __init__(
+        self,
+        target: Host,
+        draft: Host | None,
+        options: SpeculationOptions,
+        config: hf.GenerationConfig,
+        tokenizers: tuple[Any, Any] = (None, None),
+    ):
         self.target, self.draft, self.config = target, draft, config
         self.reads_states = target.serves_states_to(draft, config)
         self.length = self._draft_length(options)
         self.generator: Any = None
+        self.translation = None if draft is None or self.reads_states else _translation(draft, tokenizers)
 
     @property
     def hosts(self) -> dict[str, Host]:
@@ -91,7 +101,13 @@ class Sources:
         if draft is None:
             return PromptLookup(self.config.max_matching_ngram_size or 2, vocab_size)
         device = draft_device(draft, prompts)
-        inputs, has_media = draft_inputs(draft, prompts)
+        text: DraftText = SharedText((vocab_size, draft.vocab_size), device)
+        inputs: dict[str, Any] = {}
+        has_media = False
+        if self.translation is None:
+            inputs, has_media = draft_inputs(draft, prompts)
+        else:
+            text = TranslatedText(self.translation, sequences, vocab_size, device)
         # Placeholders of images cannot be cut off
         context = None if has_media else support.draft_context(draft.config)
 
@@ -112,7 +128,7 @@ class Sources:
             )
             return logits, last
 
-        reader = Reader(prefill, SharedText((vocab_size, draft.vocab_size), device), sequences, context)
+        reader = Reader(prefill, text, sequences, context)
         return DraftModel(
             reader, processors.for_draft(), bool(self.config.do_sample), self.length.confidence_threshold, ranks
         )
@@ -127,6 +143,15 @@ def _generators_length(num_fixed: int | None, draft: Host | None, options: Specu
         defaults = {} if draft is None else given(draft.inner.generation_config, ["num_assistant_tokens"])
         return options.draft_length(defaults)
     return options.draft_length({"num_assistant_tokens": num_fixed})
+
+
+def _translation(draft: Host, tokenizers: tuple[Any, Any]) -> Translation | None:
+    """What stands between the tokenizers, if they are not the same."""
+    tokenizer, draft_tokenizer = tokenizers
+    if tokenizer is None or draft_tokenizer is None or tokenizer is draft_tokenizer:
+        return None
+    translation = Translation(tokenizer, draft_tokenizer, draft.vocab_size)
+    return translation if translation.is_needed else None
 
 
 def draft_device(draft: Host, prompts: Prompts) -> torch.device:

@@ -202,8 +202,8 @@ DRAFTS = (
         "`assistant_model` says how it drafts; rows of a batch one after another",
         tests=("test_candidate_generators.py::test_greedy_text_is_plain",),
     ),
-    inert("assistant_lookbehind", "for drafts with another tokenizer", 3),
-    inert("target_lookbehind", "for drafts with another tokenizer", 3),
+    inert("assistant_lookbehind", "of transformers' own way with another tokenizer; of no effect here", 3),
+    inert("target_lookbehind", "of transformers' own way with another tokenizer; of no effect here", 3),
     refused("is_assistant", "transformers' own mark of a draft", True, "leave it out"),
 )
 OUTPUT = (
@@ -290,7 +290,7 @@ ARGUMENTS = (
     equal("prefix_allowed_tokens_fn", "", lambda row, ids: list(range(10 * row + len(ids) % 2, 10 * row + 30))),
     honoured(
         "assistant_model",
-        "the draft: a model of the target's tokenizer",
+        "the draft: a smaller model",
         tests=(
             "test_decoding.py::test_ragged_batch_equals_plain_rows",
             "test_validation.py::test_another_tokenizer",
@@ -305,13 +305,16 @@ ARGUMENTS = (
             "test_validation.py::test_bad_options",
         ),
     ),
-    inert("tokenizer", "for `stop_strings` and `token_healing`", BYTES),
+    inert("tokenizer", "for `stop_strings`, `token_healing` and `assistant_tokenizer`", BYTES),
     inert(
         "assistant_tokenizer",
-        "must have the target's vocabulary",
+        "of a draft with another tokenizer: it drafts the tokens that both have",
         BYTES,
         beside={"tokenizer": BYTES},
-        tests=("test_validation.py::test_another_tokenizer_of_the_same_size",),
+        tests=(
+            "test_other_tokenizers.py::test_texts_equal_plain_ones",
+            "test_other_tokenizers.py::test_it_samples_the_law_of_its_rounds",
+        ),
     ),
     equal(
         "negative_prompt_ids",
