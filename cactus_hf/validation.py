@@ -102,8 +102,15 @@ def check_models(hosts: dict[str, Host], tokenizers: tuple[Any, Any]) -> None:
 def _check_likeness(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> None:
     if tokenizers[1] is not None and tokenizers[0] is None:
         raise ValueError("`assistant_tokenizer` is given without `tokenizer`: pass both, or neither.")
-    if tokenizers[1] is not None and (target.is_encoder_decoder or draft.is_encoder_decoder):
-        raise ValueError("`assistant_tokenizer` is for decoder-only models: take a draft with the target's tokenizer.")
+    if (
+        tokenizers[1] is not None
+        and (target.is_encoder_decoder or draft.is_encoder_decoder)
+        and tokenizers[0].get_vocab() != tokenizers[1].get_vocab()
+    ):
+        raise ValueError(
+            "`assistant_tokenizer` with another vocabulary than that of `tokenizer` is for decoder-only models: take a "
+            "draft with the target's tokenizer."
+        )
     if tokenizers[1] is None and abs(target.vocab_size - draft.vocab_size) > MAX_VOCABULARY_PADDING:
         raise ValueError(
             f"The target knows {target.vocab_size} token ids and the draft {draft.vocab_size}, which is more than "
