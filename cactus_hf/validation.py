@@ -108,8 +108,8 @@ def _check_likeness(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> N
         and tokenizers[0].get_vocab() != tokenizers[1].get_vocab()
     ):
         raise ValueError(
-            "`assistant_tokenizer` with another vocabulary than that of `tokenizer` is for decoder-only models: take a "
-            "draft with the target's tokenizer."
+            "`assistant_tokenizer` with another vocabulary than that of `tokenizer` is for decoder-only models: take "
+            "a draft with the target's tokenizer."
         )
     if tokenizers[1] is None and abs(target.vocab_size - draft.vocab_size) > MAX_VOCABULARY_PADDING:
         raise ValueError(
