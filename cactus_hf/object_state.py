@@ -23,7 +23,8 @@ VALUES = (str, bytes, int, float, complex, type(None), type(Ellipsis), range, sl
 CONSTANTS = (type, types.FunctionType, types.BuiltinFunctionType, re.Pattern, Enum, torch.dtype, torch.device)
 SHARED = (types.ModuleType, PreTrainedModel, PreTrainedTokenizerBase)
 CONTAINERS = (list, tuple, set, frozenset, deque)
-MOST_ITEMS = 1000  # containers with more, such as vocabularies, are not looked into
+PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None)))
+MOST_PARTS = 10_000  # what lies deeper in a larger object is taken for a constant table
 
 
 def _is_shared(item: Any) -> bool:
@@ -54,6 +55,13 @@ def _slotted(item: Any) -> Iterator[Any]:
                     yield member.__get__(item)
 
 
+def _is_plain(item: Any) -> bool:
+    """Whether it is a container of plain values, such as a vocabulary: those are compared and copied as a whole."""
+    if type(item) is dict:
+        return set(map(type, item)) | set(map(type, item.values())) <= PLAIN
+    return type(item) in CONTAINERS and set(map(type, item)) <= PLAIN
+
+
 def _parts(item: Any) -> list[Any]:
     if isinstance(item, (*VALUES, *CONSTANTS)) or _is_shared(item):
         return []
@@ -70,27 +78,25 @@ def _parts(item: Any) -> list[Any]:
     return parts + [*_slotted(item)]
 
 
-def reachable(item: Any) -> Iterator[Any]:
-    """The object and all that it holds, in an order that depends on nothing else."""
-    seen: set[int] = set()
-    pending = [item]
-    while pending:
-        item = pending.pop()
-        yield item
-        if id(item) not in seen:
-            seen.add(id(item))
-            parts = _parts(item)
-            if len(parts) <= MOST_ITEMS:
-                pending += parts
-            else:
-                yield from parts
+def reachable(item: Any) -> list[tuple[Any, bool]]:
+    """The object and what it holds, the nearest first, each with whether it is plain."""
+    found: list[tuple[Any, bool]] = []
+    pending, seen = deque([item]), set()
+    while pending and len(found) < MOST_PARTS:
+        part = pending.popleft()
+        is_plain = _is_plain(part)
+        found.append((part, is_plain))
+        if not is_plain and id(part) not in seen:
+            seen.add(id(part))
+            pending += _parts(part)
+    return found
 
 
 class Record:
     """What an object held at one moment."""
 
     def __init__(self, item: Any):
-        self.entries = [(part, _version(part)) for part in reachable(item)]  # holds the parts, so that ids stay theirs
+        self.entries = [(part, copy.copy(part) if is_plain else _version(part)) for part, is_plain in reachable(item)]
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -130,8 +136,10 @@ def copied(item: Any) -> Any:
     Raises `ValueError` if it cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for part in reachable(item):
-        if _is_shared(part):
+    for part, is_plain in reachable(item):
+        if is_plain:
+            memo[id(part)] = copy.copy(part)
+        elif _is_shared(part):
             memo[id(part)] = part
         elif _can_fork(part):
             memo[id(part)] = part.fork()

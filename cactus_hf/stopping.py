@@ -91,7 +91,11 @@ class Stopping:
             is_asked = is_open & (length < columns) & (columns <= length + limit)
             if is_asked.any():
                 so_far = None if scores is None else tuple(scores.tokens[: columns - sequences.prompt_length])
-                answers = self._ask(sequences.tokens[:, :columns], so_far, sequences.rows[is_asked].tolist())
+                asked = sequences.rows[is_asked]
+                # Rows of other lengths hold drafts and remains of such there: in their places stands one of these rows
+                shown = torch.full_like(sequences.length, int(asked[0])).index_put((asked,), asked)
+                prefixes = sequences.tokens[shown.to(sequences.tokens.device), :columns]
+                answers = self._ask(prefixes, so_far, asked.tolist())
                 stops = answers[sequences.rows] & is_asked
                 count = torch.where(stops, columns - length, count)
                 has_ended |= stops

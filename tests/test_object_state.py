@@ -4,6 +4,7 @@ import functools
 import itertools
 import random
 import re
+import time
 import types
 from collections import deque
 
@@ -44,6 +45,8 @@ CHANGES = {
     "dictionary": (lambda: Thing(n={1: 2}), lambda x: set_item(x.n, 1, 3)),
     "set": (lambda: Thing(n={1, 2}), lambda x: x.n.add(3)),
     "queue": (lambda: Thing(n=deque((1, 2))), lambda x: x.n.rotate()),
+    "item of a large table": (lambda: Thing(n={str(i): i for i in range(50_000)}), lambda x: set_item(x.n, "7", 8)),
+    "beside a large table": (lambda: Thing(m=[[i] for i in range(50_000)], n=[3]), lambda x: x.n.append(1)),
     "nested": (lambda: Thing(n=[{"a": Thing(m=(Thing(k=1),))}]), lambda x: setattr(x.n[0]["a"].m[0], "k", 2)),
     "tensor in place": (lambda: Thing(n=torch.zeros(3)), lambda x: x.n.add_(1)),
     "tensor": (lambda: Thing(n=torch.zeros(3)), lambda x: setattr(x, "n", x.n + 0)),
@@ -78,7 +81,7 @@ STABLE = {
     "tensors": lambda: Thing(a=torch.zeros(3), b=[torch.ones(2)], c=np.ones(3), d=torch.nn.Linear(2, 2)),
     "libraries": lambda: Thing(a=torch, b=tiny.model("llama"), c=tiny.word_tokenizer()),
     "cycle": lambda: vars(thing := Thing(a=1)).update(b=thing) or thing,
-    "many": lambda: Thing(a={str(i): i for i in range(5000)}),
+    "many": lambda: Thing(a={str(i): i for i in range(5000)}, b=[[i] for i in range(20_000)]),
 }
 
 
@@ -105,6 +108,16 @@ def test_copies_are_independent_but_share_what_is_large():
     copy.state[0] += 1
     copy.method.__self__.n.append(2)
     assert not thing.state[0].any() and bound.n == [1]
+
+
+def test_large_tables_of_values_take_no_time():
+    thing = Thing(vocabulary={str(i): i for i in range(150_000)}, counts=[0] * 150_000)
+    start = time.perf_counter()
+    assert Record(thing) == Record(thing)
+    copy = copied(thing)
+    assert time.perf_counter() - start < 1  # looking at one item after another takes several
+    copy.counts[3] += 1
+    assert thing.counts[3] == 0
 
 
 def test_what_can_fork_is_forked():

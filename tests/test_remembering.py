@@ -6,6 +6,7 @@ import copy
 import functools
 import types
 
+import laws
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig
@@ -266,6 +267,54 @@ class TestSampling:
         )
         for call, (scores, logits) in enumerate(zip(output.scores, output.logits, strict=True), start=1):
             assert torch.equal(scores, logits.roll(call % 5, -1))
+
+
+class Summing:
+    """Moves the scores by the sum of the tokens of a row, to which it adds the last one at each call."""
+
+    def __init__(self):
+        self.sum = None
+
+    def __call__(self, ids, scores):
+        self.sum = ids.sum(1) if self.sum is None else self.sum + ids[:, -1]
+        columns = (torch.arange(scores.shape[1]) - self.sum[:, None]) % scores.shape[1]
+        return scores.gather(1, columns)
+
+
+class TestLaw:
+    """Seeds were fixed beforehand."""
+
+    @pytest.fixture
+    def target(self):
+        yield cactus_hf.enable(tiny.vocabulary8(0))
+        cactus_hf.disable(tiny.vocabulary8(0))
+
+    def law_of(self, seed, is_moved=True):
+        model = tiny.vocabulary8(seed, dtype=torch.float64)
+
+        @torch.no_grad()
+        def law(text):
+            return model(torch.tensor([text])).logits[0, -1].roll(sum(text) if is_moved else 0).softmax(-1)
+
+        return law
+
+    @pytest.mark.parametrize("delta", (0.0, 0.5))
+    def test_rows_of_a_batch(self, target, delta):
+        counts = sum(
+            laws.frequencies(
+                target,
+                1,
+                assistant_model=tiny.vocabulary8(1),
+                cactus_delta=delta,
+                num_assistant_tokens=2,
+                logits_processor=[Summing()],
+            )
+            for _ in range(8)
+        )
+        laws.assert_follows(counts, laws.exact(self.law_of(0), self.law_of(1), cactus_hf.Cactus(delta), 2))
+        with pytest.raises(AssertionError):
+            other = laws.exact(self.law_of(0, False), self.law_of(1, False), cactus_hf.Cactus(delta), 2)
+            laws.assert_follows(counts, other)
 
 
 class TestRefused:

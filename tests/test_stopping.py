@@ -70,3 +70,20 @@ def test_a_criterion_may_treat_rows_differently_or_all_alike():
             rows_of_different_lengths(), torch.tensor([3, 3, 3]), torch.tensor([False] * 3)
         )
         assert count.tolist() == expected
+
+
+def test_rows_that_are_not_asked_show_no_drafts():
+    """They have no text of that length, so one of the others stands in their place."""
+    shown = []
+
+    def criterion(input_ids, scores, **kwargs):
+        shown.append(input_ids.tolist())
+        return torch.tensor([False, False, False])
+
+    rows = rows_of_different_lengths()
+    Stopping([criterion], PROMPTS).cut_by_criteria(rows, torch.tensor([1, 2, 2]), torch.tensor([False] * 3))
+    assert shown == [
+        [[3, 5], [3, 5], [5, 5]],
+        [[4, 6, 8], [4, 6, 8], [5, 5, 5]],
+        [[4, 6, 8, 5]] * 3,
+    ]
