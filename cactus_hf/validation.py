@@ -181,6 +181,11 @@ def check_cache(cache: Any, num_rows: int, length: int) -> None:
         raise _cache_error(f"a `{type(cache).__name__}`" + " with offloading" * is_offloading)
     # Running states have no length, and layers that read another's states have none of their own
     states = [keys for layer in cache.layers if (keys := getattr(layer, "keys", None)) is not None]
+    if not states and any(True in getattr(layer, "has_previous_state", {}).values() for layer in cache.layers):
+        raise ValueError(
+            "The cache of a model without attention does not tell how many tokens it holds: leave it out, so that the "
+            "whole text is read."
+        )
     num_held = int(cache.get_seq_length()) if states else 0
     if num_held >= length:
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import families_generic
 import families_one_row
 from architectures import MAX_POSITIONS, WINDOW, Architecture
+from families_one_row import FORGETS
 
 
 LLAMA = {
@@ -157,28 +158,34 @@ _ROWS = (
         "bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "alibi", "no_position_ids", seed=17, batch="one row"
     ),
     _row("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}, "alibi", "no_position_ids", seed=20, batch="one row"),
-    _row("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}, "recurrent", seed=2, batch="refused"),
+    _row(
+        "mamba",
+        {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+        "recurrent",
+        batch="refused",
+        remark=FORGETS,
+    ),
     _row(
         "rwkv",
         {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": MAX_POSITIONS},
         "recurrent",
-        seed=6,
         batch="refused",
+        remark="states of its own, in no cache",
     ),
     _row(
         "recurrent_gemma",
         dict(LLAMA, lru_width=32, attention_window_size=WINDOW, block_types=["recurrent", "attention"]),
         "hybrid",
-        seed=3,
         batch="refused",
+        remark="states of its own, in no cache",
     ),
     _row(
         "jamba",
         dict(LLAMA, num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, use_mamba_kernels=False),
         "hybrid",
         "moe",
-        seed=11,
         batch="refused",
+        remark=FORGETS,
     ),
 )
 ARCHITECTURES = {row.name: row for row in _ROWS + families_generic.ROWS + families_one_row.ROWS}

@@ -9,6 +9,8 @@ import functools
 
 import pytest
 import torch
+import transformers
+from families_page import PAGE, RELEASE, lines, page
 
 import cactus_hf
 import tiny
@@ -82,6 +84,11 @@ def test_refused_before_any_forward_pass(speculate, monkeypatch, name, attention
     monkeypatch.setattr(target, "forward", forward)
     with pytest.raises(ValueError, match=f"The target, {type(target).__name__}, cannot be rolled back"):
         speculate(name, attention, PROMPTS.row(1), 4)
+
+
+@pytest.mark.skipif(not transformers.__version__.startswith(RELEASE), reason=f"the page is about {RELEASE}")
+def test_the_page_says_what_the_tests_do():
+    assert PAGE.read_text(encoding="utf-8") == page(lines()), "run `python tests/families_page.py`"
 
 
 def test_the_list_of_tested_types_is_what_is_tested():
