@@ -42,6 +42,27 @@ class Option:
     tests: tuple[str, ...] = ()
 
 
+def equal(name: str, note: str, *values: Any, beside: dict | None = None, **rest: Any) -> Option:
+    """Plain `generate()`'s text and law under each of the option's `values`, with the options `beside` it."""
+    calls = rest.pop("calls", tuple({name: value, **(beside or {})} for value in values))
+    return Option(name, "equal", note, calls=calls, **rest)
+
+
+def inert(name: str, note: str, *values: Any, **rest: Any) -> Option:
+    """The same, of an option that has no effect on the text, in plain generation neither."""
+    return equal(name, note, *values, is_inert=True, **rest)
+
+
+def honoured(name: str, note: str, *values: Any, tests: tuple[str, ...], **rest: Any) -> Option:
+    """An option with tests of its own; greedy texts do not depend on its `values`."""
+    calls = tuple({name: value} for value in values)
+    return Option(name, "honoured", note, calls=calls, is_inert=True, tests=tests, **rest)
+
+
+def refused(name: str, note: str, value: Any, words: str, **beside: Any) -> Option:
+    return Option(name, "refused", note, refused=(({name: value, **beside}, f"{name}.*{words}"),))
+
+
 def page(sections: dict[str, tuple[Option, ...]]) -> str:
     """The text of docs/options.md."""
     parts = [

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from options_page import Option
-from transformers import (
-    CompileConfig,
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
-)
+from options_arguments import ARGUMENTS, AROUND, BYTES, INPUTS, OWN, last
+from options_page import equal, honoured, inert, refused
+from transformers import CompileConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 import tiny
 
 
 SYNTH_ID = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 5, 9, 11])
-BYTES, WORDS = tiny.byte_tokenizer(), tiny.word_tokenizer()
 ENDS = [76, 36, 44, 96, 23]  # ids that the tests' texts run into
 WITH_ENDS = {"eos_token_id": ENDS}
 NO_PROMPT = {"input_ids": None, "attention_mask": None}
@@ -27,44 +17,6 @@ FROM_HUB = {"trust_remote_code": True}
 RETURNED = {"return_dict_in_generate": True}
 HUB = "another decoding method, which transformers fetches from the Hub"
 BEAMS = "of beam search only; of no effect, as in plain generation"
-
-
-def equal(name: str, note: str, *values: Any, beside: dict | None = None, **rest: Any) -> Option:
-    """Plain `generate()`'s text and law under each of the option's `values`, with the options `beside` it."""
-    calls = rest.pop("calls", tuple({name: value, **(beside or {})} for value in values))
-    return Option(name, "equal", note, calls=calls, **rest)
-
-
-def inert(name: str, note: str, *values: Any, **rest: Any) -> Option:
-    """The same, of an option that has no effect on the text, in plain generation neither."""
-    return equal(name, note, *values, is_inert=True, **rest)
-
-
-def honoured(name: str, note: str, *values: Any, tests: tuple[str, ...], **rest: Any) -> Option:
-    """An option with tests of its own; greedy texts do not depend on its `values`."""
-    calls = tuple({name: value} for value in values)
-    return Option(name, "honoured", note, calls=calls, is_inert=True, tests=tests, **rest)
-
-
-def refused(name: str, note: str, value: Any, words: str, **beside: Any) -> Option:
-    return Option(name, "refused", note, refused=(({name: value, **beside}, f"{name}.*{words}"),))
-
-
-def last(values: torch.Tensor, value: int) -> torch.Tensor:
-    """`values` [B, T] with another last column."""
-    return torch.cat([values[:, :-1], torch.full_like(values[:, -1:], value)], dim=1)
-
-
-def positions(prompts: tiny.Prompts) -> torch.Tensor:
-    return (prompts.attention_mask.cumsum(1) - 1).clamp_min(0)
-
-
-def embeddings(prompts: tiny.Prompts) -> torch.Tensor:
-    return torch.ones(*prompts.input_ids.shape, 32)
-
-
-def shifted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    return scores.roll(ids.shape[1] % 3, -1)
 
 
 LENGTH = (
@@ -115,7 +67,9 @@ LOGITS = (
     equal(
         "token_healing",
         "of the prompts, by transformers",
-        calls=(lambda p: {"token_healing": True, "tokenizer": WORDS, "input_ids": last(p.input_ids, 5)},),
+        calls=(
+            lambda p: {"token_healing": True, "tokenizer": tiny.word_tokenizer(), "input_ids": last(p.input_ids, 5)},
+        ),
     ),
     equal("watermarking_config", "", WatermarkingConfig(bias=5.0), SYNTH_ID),
     equal(
@@ -261,153 +215,6 @@ OTHERS = (
     inert("decoder_start_token_id", "of encoder-decoder models only", 4),
     inert("transformers_version", "a record", "5.17.0"),
 )
-ARGUMENTS = (
-    equal(
-        "inputs",
-        "token ids; `input_ids` is the same",
-        calls=(
-            lambda p: {"inputs": p.input_ids.flip(0), "input_ids": None, "attention_mask": p.attention_mask.flip(0)},
-        ),
-    ),
-    equal(
-        "generation_config",
-        "`cactus_delta` may stand in it",
-        GenerationConfig(repetition_penalty=1.3),
-        tests=("test_generation.py::test_in_a_generation_config_passed_in",),
-    ),
-    equal(
-        "logits_processor",
-        "one that remembers earlier calls must allow `copy.deepcopy`; drafts are tried on copies",
-        LogitsProcessorList([shifted]),
-        tests=("test_remembering.py::test_equals_plain_rows", "test_remembering.py::test_what_cannot_be_copied"),
-    ),
-    equal(
-        "stopping_criteria",
-        "asked about each committed prefix, once",
-        StoppingCriteriaList([lambda ids, scores, **_: ids.shape[1] >= 24]),
-        tests=("test_session.py::test_criteria_of_the_user_end_rows_inside_a_block",),
-    ),
-    equal("prefix_allowed_tokens_fn", "", lambda row, ids: list(range(10 * row + len(ids) % 2, 10 * row + 30))),
-    honoured(
-        "assistant_model",
-        "the draft: a smaller model",
-        tests=(
-            "test_decoding.py::test_ragged_batch_equals_plain_rows",
-            "test_validation.py::test_another_tokenizer",
-        ),
-    ),
-    honoured(
-        "streamer",
-        "one row; gets tokens as soon as they are committed; a batch is refused",
-        tests=(
-            "test_session.py::test_tokens_come_as_they_are_committed",
-            "test_session.py::test_text_streamers",
-            "test_validation.py::test_bad_options",
-        ),
-    ),
-    inert("tokenizer", "for `stop_strings`, `token_healing` and `assistant_tokenizer`", BYTES),
-    inert(
-        "assistant_tokenizer",
-        "of a draft with another tokenizer: it drafts the tokens that both have",
-        BYTES,
-        beside={"tokenizer": BYTES},
-        tests=(
-            "test_other_tokenizers.py::test_texts_equal_plain_ones",
-            "test_other_tokenizers.py::test_it_samples_the_law_of_its_rounds",
-        ),
-    ),
-    equal(
-        "negative_prompt_ids",
-        "for `guidance_scale`",
-        calls=(lambda p: {"negative_prompt_ids": p.input_ids[:, -2:], "guidance_scale": 1.5},),
-    ),
-    equal(
-        "negative_prompt_attention_mask",
-        "for `guidance_scale`",
-        calls=(
-            lambda p: {
-                "negative_prompt_ids": p.input_ids[:, -3:],
-                "negative_prompt_attention_mask": last(p.attention_mask[:, -3:], 0).flip(1),
-                "guidance_scale": 1.5,
-            },
-        ),
-    ),
-    honoured(
-        "synced_gpus",
-        "several processes: see [multiple_processes.md](multiple_processes.md)",
-        tests=("test_ranks.py::test_text_and_cache_are_those_of_the_process_alone",),
-    ),
-    refused("custom_generate", "a function; the code of a folder or Hub name is its own", lambda *_, **__: 0, "leave"),
-    inert("trust_remote_code", "for `custom_generate`", True),
-)
-INPUTS = (
-    equal(
-        "attention_mask",
-        "of integers, booleans or floats; made from `pad_token_id` if not given; padding on the right is refused",
-        calls=(
-            lambda p: {"attention_mask": p.attention_mask.bool(), "repetition_penalty": 1.3},
-            lambda p: {"attention_mask": p.attention_mask.float(), "repetition_penalty": 1.3},
-            lambda p: {"attention_mask": None, "repetition_penalty": 1.3},
-        ),
-        refused=((lambda p: {"attention_mask": last(p.attention_mask, 0)}, "padding_side"),),
-    ),
-    inert(
-        "position_ids",
-        "one a token",
-        calls=(lambda p: {"position_ids": positions(p)},),
-        refused=((lambda p: {"position_ids": positions(p)[:, 1:]}, "position_ids.*one value a token"),),
-        tests=("test_options.py::test_positions_that_start_elsewhere",),
-    ),
-    Option(
-        "inputs_embeds",
-        "refused",
-        "drafts need token ids",
-        refused=(
-            (lambda p: {"inputs_embeds": embeddings(p)}, "inputs_embeds.*Pass `input_ids`"),
-            (lambda p: {"inputs_embeds": embeddings(p), "input_ids": None}, "inputs_embeds.*Pass `input_ids`"),
-        ),
-    ),
-    honoured(
-        "cache",
-        "`past_key_values` in transformers 5.17; a `DynamicCache` of an earlier turn or a prefilled prompt, along "
-        "with the ids of the whole text; it is filled",
-        tests=(
-            "test_session.py::test_serves_the_next_turn",
-            "test_options.py::test_a_prefilled_prompt",
-            "test_options.py::test_caches_that_do_not_fit",
-        ),
-    ),
-)
-OWN = (
-    honoured(
-        "cactus_delta",
-        "nats, one number or one a row; also in a `generation_config`",
-        tests=(
-            "test_decoding.py::test_cactus_samples_the_law_of_its_rounds",
-            "test_decoding.py::test_delta_of_each_row",
-            "test_generation.py::test_in_the_models_generation_config",
-            "test_validation.py::test_bad_options",
-        ),
-    ),
-    honoured(
-        "acceptance_rule",
-        "instead of `cactus_delta`",
-        tests=("test_decoding.py::test_other_rules_sample_the_law_of_their_rounds",),
-    ),
-    honoured(
-        "speculation_kl",
-        "measures the divergence of the emitted law",
-        tests=("test_decoding.py::test_acceptance_and_divergence_grow_with_delta",),
-    ),
-    honoured(
-        "generator",
-        "a `torch.Generator`, or a seed a row",
-        tests=(
-            "test_decoding.py::test_seeded_rows_sample_the_target",
-            "test_decoding.py::test_a_seeded_row_does_not_depend_on_its_neighbours",
-        ),
-    ),
-)
 CONFIG = LENGTH + SAMPLING + LOGITS + CACHE + DRAFTS + OUTPUT + OTHERS
 SECTIONS = {
     "Length and end": LENGTH,
@@ -419,6 +226,7 @@ SECTIONS = {
     "Other decoding methods": OTHERS,
     "Arguments of `generate()`": ARGUMENTS,
     "Inputs of the model": INPUTS,
+    "Around the call": AROUND,
     "Keywords of this package": OWN,
 }
 OPTIONS = tuple(option for options in SECTIONS.values() for option in options)
