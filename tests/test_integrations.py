@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, pipeline
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import cactus_hf
@@ -75,6 +75,21 @@ class TestAccelerate:
     def test_a_draft_that_is_nowhere_is_refused(self):
         with pytest.raises(ValueError, match="draft.*meta device.*device_map"):
             ours(enabled(), copy.deepcopy(DRAFT).to("meta"))
+
+    def test_a_pipeline_loads_a_draft_to_nowhere(self, tmp_path):
+        """Beside an offloaded model, as it moves the draft to `model.device`."""
+        DRAFT.save_pretrained(tmp_path / "draft")
+        tiny.word_tokenizer().save_pretrained(tmp_path / "draft")
+        TARGET.save_pretrained(tmp_path / "target")
+        target = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "target", device_map={"lm_head": "cpu", "model": "disk"}, offload_folder=tmp_path / "offload"
+        )
+        parts = {"model": cactus_hf.enable(target), "tokenizer": tiny.word_tokenizer()}
+        pipe = pipeline("text-generation", **parts, assistant_model=str(tmp_path / "draft"))
+        with pytest.raises(ValueError, match="draft.*meta device.*pass the loaded draft"):
+            pipe("w5 w6", cactus_delta=1.0, max_new_tokens=4)
+        pipe = pipeline("text-generation", **parts, assistant_model=DRAFT)
+        assert pipe("w5 w6", cactus_delta=1.0, max_new_tokens=4)
 
 
 class TestCopies:
@@ -226,6 +241,19 @@ class TestQuantised:
         config = TorchAoConfig(quantization.Int8WeightOnlyConfig())
         target = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
         assert_plain(cactus_hf.enable(target))
+
+    @pytest.mark.parametrize("where", ("target", "draft"))
+    @pytest.mark.parametrize("bits", (4, 8))
+    def test_bitsandbytes(self, bits, where, tmp_path):
+        pytest.importorskip("bitsandbytes")
+        from transformers import BitsAndBytesConfig
+
+        target, draft = tiny.pair("llama", hidden_size=64, intermediate_size=128)  # 4 bits come in blocks of 64
+        target.save_pretrained(tmp_path)
+        config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+        quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
+        models = {"target": enabled(target), "draft": draft, where: cactus_hf.enable(quantised)}
+        assert_plain(*models.values())
 
 
 class TestDrafts:
