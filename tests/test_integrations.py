@@ -136,8 +136,9 @@ class TestConversions:
         """As in plain generation, so that a model does not even agree with itself."""
         model = tiny.ARCHITECTURES["gpt2"].build(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)
         rates = []
-        for mode in (model.eval(), model.train()):
-            stats = ours(cactus_hf.enable(mode), mode, return_dict_in_generate=True).speculation
+        for is_training in (False, True):
+            cactus_hf.enable(model.train(is_training))
+            stats = ours(model, model, return_dict_in_generate=True).speculation
             rates.append(stats.accepted.sum() / stats.drafted.sum())
         assert rates[0] == 1 > rates[1]
 
