@@ -1,4 +1,4 @@
-"""An enabled model under what people do with models: offload, copy, pickle, convert, compile, quantise, subclass."""
+"""An enabled model under what people do with models: copy, pickle, convert, compile, save, train, subclass."""
 
 from __future__ import annotations
 
@@ -9,87 +9,13 @@ import pickle
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import cactus_hf
 import tiny
+from against_plain import DRAFT, GREEDY, PROMPTS, TARGET, assert_plain, enabled, ours
 from cactus_hf.generation import SpeculativeMixin
-
-
-TARGET, DRAFT = tiny.pair("llama")
-PROMPTS = tiny.ragged_prompts()
-GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": tiny.PAD}
-
-
-def enabled(model=TARGET):
-    return cactus_hf.enable(copy.deepcopy(model))
-
-
-def ours(model, draft=DRAFT, prompts=PROMPTS, **options):
-    with cactus_hf.track() as calls:
-        output = model.generate(**prompts.inputs, assistant_model=draft, cactus_delta=1.0, **GREEDY | options)
-    assert len(calls) == 1, "transformers' own code ran"
-    return output
-
-
-def assert_plain(model, draft=DRAFT, plain=None):
-    """Greedy text under `model` is that of plain generation with `plain`, for one prompt and for a ragged batch."""
-    for prompts in (PROMPTS.row(1), PROMPTS):
-        assert torch.equal(ours(model, draft, prompts), (plain or model).generate(**prompts.inputs, **GREEDY))
-
-
-class TestAccelerate:
-    """Weights elsewhere than where the model runs: accelerate's hooks fetch them."""
-
-    accelerate = pytest.importorskip("accelerate")
-
-    def offload(self, model, kind, folder):
-        model = copy.deepcopy(model)
-        if kind == "disk":
-            self.accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
-        elif kind == "cpu":
-            self.accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-        else:
-            parts = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-            places = parts | {"model.layers.0": "cpu", "model.layers.1": "disk"}
-            self.accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=str(folder), force_hooks=True)
-        return model
-
-    @pytest.mark.parametrize("where", ("target", "draft", "both"))
-    @pytest.mark.parametrize("kind", ("disk", "cpu", "one layer"))
-    def test_offloaded(self, kind, where, tmp_path):
-        target = self.offload(TARGET, kind, tmp_path / "target") if where != "draft" else copy.deepcopy(TARGET)
-        draft = self.offload(DRAFT, kind, tmp_path / "draft") if where != "target" else DRAFT
-        assert any(parameter.is_meta for model in (target, draft) for parameter in model.parameters())
-        assert_plain(cactus_hf.enable(target), draft, plain=TARGET)
-
-    @pytest.mark.parametrize("device_map", ("cpu", "auto", {"": "disk"}, {"model": "cpu", "lm_head": "disk"}), ids=str)
-    def test_device_map(self, device_map, tmp_path):
-        TARGET.save_pretrained(tmp_path / "model")
-        target = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
-        )
-        assert_plain(cactus_hf.enable(target), plain=TARGET)
-
-    def test_a_draft_that_is_nowhere_is_refused(self):
-        with pytest.raises(ValueError, match="draft.*meta device.*device_map"):
-            ours(enabled(), copy.deepcopy(DRAFT).to("meta"))
-
-    def test_a_pipeline_loads_a_draft_to_nowhere(self, tmp_path):
-        """Beside an offloaded model, as it moves the draft to `model.device`."""
-        DRAFT.save_pretrained(tmp_path / "draft")
-        tiny.word_tokenizer().save_pretrained(tmp_path / "draft")
-        TARGET.save_pretrained(tmp_path / "target")
-        target = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "target", device_map={"lm_head": "cpu", "model": "disk"}, offload_folder=tmp_path / "offload"
-        )
-        parts = {"model": cactus_hf.enable(target), "tokenizer": tiny.word_tokenizer()}
-        pipe = pipeline("text-generation", **parts, assistant_model=str(tmp_path / "draft"))
-        with pytest.raises(ValueError, match="draft.*meta device.*pass the loaded draft"):
-            pipe("w5 w6", cactus_delta=1.0, max_new_tokens=4)
-        pipe = pipeline("text-generation", **parts, assistant_model=DRAFT)
-        assert pipe("w5 w6", cactus_delta=1.0, max_new_tokens=4)
 
 
 class TestCopies:
@@ -204,56 +130,17 @@ class TestConversions:
             with pytest.raises(ValueError, match=f"{where}.*train mode.*eval"):
                 ours(*models.values())
             model.eval()
-        assert_plain(*models.values(), plain=TARGET)
+        assert_plain(*models.values(), like=TARGET)
 
-
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning", "ignore:torch.quantize_per:UserWarning")
-class TestQuantised:
-    def test_torchs_dynamic_draft(self):
-        draft = torch.ao.quantization.quantize_dynamic(copy.deepcopy(DRAFT), {torch.nn.Linear})
-        assert_plain(enabled(), draft)
-
-    def test_torchs_dynamic_target(self):
-        """Its activations share one scale, so that logits depend on what else is in a pass: compared up to that."""
-        target = torch.ao.quantization.quantize_dynamic(enabled(), {torch.nn.Linear})
-        text = ours(target, prompts=PROMPTS.row(1))
-        logits = target(text).logits[:, PROMPTS.row(1).input_ids.shape[1] - 1 : -1]
-        chosen = logits.gather(-1, text[:, -logits.shape[1] :, None])[..., 0]
-        assert (logits.amax(-1) - chosen).max() < tiny.LOGIT_SCALE / 2  # a random token trails by 2.5 scales
-
-    @pytest.mark.filterwarnings("ignore")  # torchao's own, of the extensions it cannot load here
-    @pytest.mark.parametrize("where", ("target", "draft", "both"))
-    @pytest.mark.parametrize("kind", ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"))
-    def test_torchao(self, kind, where):
-        quantization = pytest.importorskip("torchao.quantization")
-        models = {"target": enabled(), "draft": copy.deepcopy(DRAFT)}
-        for role, model in models.items():
-            if where in (role, "both"):
-                quantization.quantize_(model, getattr(quantization, kind)())
-        assert_plain(*models.values())
-
-    @pytest.mark.filterwarnings("ignore")
-    def test_torchao_while_loading(self, tmp_path):
-        quantization = pytest.importorskip("torchao.quantization")
-        from transformers import TorchAoConfig
-
-        TARGET.save_pretrained(tmp_path)
-        config = TorchAoConfig(quantization.Int8WeightOnlyConfig())
-        target = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
-        assert_plain(cactus_hf.enable(target))
-
-    @pytest.mark.parametrize("where", ("target", "draft"))
-    @pytest.mark.parametrize("bits", (4, 8))
-    def test_bitsandbytes(self, bits, where, tmp_path):
-        pytest.importorskip("bitsandbytes")
-        from transformers import BitsAndBytesConfig
-
-        target, draft = tiny.pair("llama", hidden_size=64, intermediate_size=128)  # 4 bits come in blocks of 64
-        target.save_pretrained(tmp_path)
-        config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
-        quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map="cpu")
-        models = {"target": enabled(target), "draft": draft, where: cactus_hf.enable(quantised)}
-        assert_plain(*models.values())
+    def test_dropout_is_in_force_in_train_mode(self):
+        """As in plain generation, so that a model does not even agree with itself."""
+        model = tiny.ARCHITECTURES["gpt2"].build(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)
+        rates = []
+        for is_training in (False, True):
+            cactus_hf.enable(model.train(is_training))
+            stats = ours(model, model, return_dict_in_generate=True).speculation
+            rates.append(stats.accepted.sum() / stats.drafted.sum())
+        assert rates[0] == 1 > rates[1]
 
 
 class TestDrafts:
@@ -300,7 +187,7 @@ class TestSubclasses:
 
     def test_that_override_generate(self):
         model = self.build(Counts)
-        assert_plain(model, plain=TARGET)
+        assert_plain(model, like=TARGET)
         assert model.num_calls == 2
 
     @pytest.mark.parametrize("cls", (PassesOn, ForgetsPositions))

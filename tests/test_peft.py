@@ -8,15 +8,11 @@ import pytest
 import torch
 
 import cactus_hf
-import tiny
+from against_plain import DRAFT, GREEDY, PROMPTS, TARGET, assert_plain, ours, plain
 
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT 0.21 asks for it
-
-TARGET, DRAFT = tiny.pair("llama")
-PROMPTS = tiny.ragged_prompts()
-GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": tiny.PAD}
 
 
 def lora(model, seed=0, modules=("q_proj", "v_proj", "up_proj")):
@@ -24,23 +20,6 @@ def lora(model, seed=0, modules=("q_proj", "v_proj", "up_proj")):
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules=list(modules))
     torch.manual_seed(seed)
     return peft.get_peft_model(copy.deepcopy(model), config).eval()
-
-
-def plain(model, prompts=PROMPTS):
-    return model.generate(**prompts.inputs, **GREEDY)
-
-
-def ours(model, draft=DRAFT, prompts=PROMPTS, **options):
-    with cactus_hf.track() as calls:
-        output = model.generate(**prompts.inputs, **GREEDY, assistant_model=draft, cactus_delta=1.0, **options)
-    assert len(calls) == 1, "transformers' own code ran"
-    return output
-
-
-def assert_plain(model, draft=DRAFT):
-    """Greedy text under `model` is plain generation's, for one prompt and for a ragged batch."""
-    for prompts in (PROMPTS.row(1), PROMPTS):
-        assert torch.equal(ours(model, draft, prompts), plain(model, prompts))
 
 
 class TestLora:
@@ -136,6 +115,13 @@ class TestOtherAdapters:
         assert torch.equal(plain(model), before)
         with model.disable_adapter():
             assert torch.equal(ours(model), plain(TARGET))
+
+    def test_adapters_that_wait_for_tokens_are_refused(self):
+        options = {"target_modules": ["q_proj"], "alora_invocation_tokens": PROMPTS.row(1).input_ids[0, -2:].tolist()}
+        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)
+        model = cactus_hf.enable(peft.get_peft_model(copy.deepcopy(TARGET), config).eval())
+        with pytest.raises(ValueError, match="aLoRA"):
+            ours(model, prompts=PROMPTS.row(1))
 
     def test_an_adapter_for_each_row_is_refused_and_forgotten(self):
         model = cactus_hf.enable(lora(TARGET))
