@@ -130,7 +130,9 @@ def prefilled(
         return logits, row
     longest = min(config.max_length, MOST_COLUMNS) - padding if context is None else torch.full_like(padding, context)
     position_ids = inputs.get("position_ids")
-    model = RaggedModel(host, cache, padding, num_columns, position_ids, longest=longest, is_returned=is_returned)
-    if not is_trusted and ranks.most(not model.is_faithful(input_ids[:, -1:], logits)):
+    model = RaggedModel(
+        host, cache, padding, num_columns, position_ids, longest=longest, is_returned=is_returned, ranks=ranks
+    )
+    if not is_trusted and ranks.some(not model.is_faithful(input_ids[:, -1:], logits)):
         raise UnequalRowsError(host.name)
     return logits, model
