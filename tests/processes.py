@@ -176,6 +176,7 @@ def synced_calls(rank: int) -> dict[str, dict[str, Any]]:
         "lookup": {**own, **SAMPLE, "prompt_lookup_num_tokens": 3, "max_new_tokens": long},
         "early exit": {**own, **SAMPLE, "assistant_early_exit": 1, "max_new_tokens": short},
         "outgrowing": {**own, **SAMPLE, "max_new_tokens": (40, 44)[rank]},
+        "outgrowing row": {**prompts(9 - 7 * rank), **SAMPLE, "max_new_tokens": 44},
     }
 
 
@@ -203,7 +204,7 @@ def synced(folder: Path) -> dict[str, Any]:
     tested, support.TESTED = support.TESTED, frozenset()  # then a batch is tried out first, which takes a pass
     calls = {name: synced_calls(rank)[name] for name in ("greedy", "sampled")}
     results["untested"] = counted_run(target, draft, calls, rank)
-    calls = {"outgrowing": synced_calls(rank)["outgrowing"]}
+    calls = {name: synced_calls(rank)[name] for name in ("outgrowing", "outgrowing row")}
     results["outgrown"] = counted_run(target, sharded(copy.deepcopy(models("outgrown")[1])), calls, rank)
     support.TESTED = tested
     target, draft = (copy.deepcopy(model) for model in models("bloom"))  # one row at a time

@@ -142,11 +142,11 @@ class TestSynced:
     def test_refused(self):
         ranks = Ranks(is_synced=True)
         with pytest.raises(ValueError, match="synced_gpus.*prefill_chunk_size.*leave it out"):
-            check_ranks(ranks, False, GenerationConfig(prefill_chunk_size=4))
+            check_ranks(ranks, [], False, GenerationConfig(prefill_chunk_size=4))
         with pytest.raises(ValueError, match="read the target's states.*assistant_model"):
-            check_ranks(ranks, True, GenerationConfig())
+            check_ranks(ranks, [], True, GenerationConfig())
         with pytest.raises(ValueError, match="assistant_early_exit.*pipeline"):
-            check_ranks(Ranks(has_stages=True), False, GenerationConfig(assistant_early_exit=1))
+            check_ranks(Ranks(has_stages=True), [], False, GenerationConfig(assistant_early_exit=1))
 
 
 PROMPTS = ("w10 w20 w30", "w40", "w50 w60 w70 w80 w90")
