@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 from .masks import attention_mask, patterns_of
 from .model_inputs import position_offset
 from .ragged_cache import RaggedCache, Slots
+from .ranks import ALONE, Ranks
 
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class RaggedModel:
         position_ids (`torch.Tensor`, *optional*): of the prompts, as the model took them.
         longest (`torch.Tensor` of shape [B], on the CPU): most tokens that each row may have.
         is_returned (`bool`): whether `returned_cache` will be asked for; then rows that leave are remembered.
+        ranks (`Ranks`): the processes that make the same passes.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class RaggedModel:
         *,
         longest: Tensor,
         is_returned: bool,
+        ranks: Ranks = ALONE,
     ):
-        self.host, self.source, self.is_returned = host, cache, is_returned
+        self.host, self.source, self.is_returned, self.ranks = host, cache, is_returned, ranks
         # A cache of the user's stays whole until the call has succeeded
         self.cache = RaggedCache.from_prefilled(cache, padding, num_columns, is_emptied=not host.is_users(cache))
         self.patterns = patterns_of(host.config)
@@ -127,7 +130,7 @@ class RaggedModel:
             self.offset = self.offset[..., index]
 
     def returned_cache(self, last_tokens: Tensor, last_slots: Tensor) -> Cache:
-        if self.cache.retired:
+        if self.ranks.most(bool(self.cache.retired)):
             self.cache.take_back()
             self.last_position, self.offset = self.whole
             self.score(last_tokens, last_slots)  # plain decoding has read the last tokens of rows that ended early

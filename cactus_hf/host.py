@@ -126,9 +126,15 @@ class Host:
         return name in inspect.signature(self.inner.forward).parameters
 
     @property
-    def device_mesh(self) -> Any:
-        """The grid of processes that transformers spread the model over, a `DeviceMesh`; `None` if it did not."""
-        return getattr(self.inner, "_device_mesh", None)
+    def process_groups(self) -> dict[str, Any]:
+        """The groups in which this process shares the model, where transformers spread it over several: "tp" for parts
+        of layers, "pp" for layers, "fsdp" for weights at rest.
+        """
+        mesh = getattr(self.inner, "_device_mesh", None)
+        if mesh is None:
+            return {}
+        names = mesh.mesh_dim_names or ("tp",)  # transformers 5.17 gives none where there is tensor parallelism alone
+        return {name: mesh.get_group(i) for i, name in enumerate(names) if mesh.size(i) > 1}
 
     def own_cache(self) -> DynamicCache:
         """An empty cache for what the model itself writes."""

@@ -87,7 +87,7 @@ def prefilled(
     watched: dict[str, Any] | None = None,
     context: int | None = None,
     ranks: Ranks = ALONE,
-    is_proven: bool = False,
+    before: CachedModel | None = None,
 ) -> tuple[Tensor, CachedModel]:
     """Run the prompts as plain `generate()` would.
 
@@ -96,7 +96,8 @@ def prefilled(
         watched (`dict`, *optional*): options of the forward pass, if the one row's model is to keep its outputs.
         context (`int`, *optional*): most tokens a row may come to have, if not the config's `max_length` columns.
         ranks (`Ranks`): the processes that make the same passes, which choose the same kind of cached model.
-        is_proven (`bool`): whether a `RaggedModel` of this model has been faithful before.
+        before (`CachedModel`, *optional*): what held the rows before, if they are read again. That takes one pass, as
+            no other process knows when it happens.
 
     Returns:
         Logits [R, V] behind the prompts, and the model holding them.
@@ -105,7 +106,9 @@ def prefilled(
     num_rows, num_columns = input_ids.shape
     # An empty dictionary is what multimodal models are given for a prompt of text alone
     others = (value for name, value in inputs.items() if name not in TEXT_INPUTS)
-    is_trusted = is_proven or host.is_tested and all(value is None or value == {} for value in others)
+    is_trusted = host.is_tested and all(value is None or value == {} for value in others)
+    if before is not None:
+        is_trusted, ranks = is_trusted or isinstance(before, RaggedModel), ALONE
     is_trusted = not ranks.most(not is_trusted)
     is_ragged = host.is_ragged and watched is None and (is_trusted or ranks.most(num_rows) > 1)
     cache = inputs.get(host.cache_name)
@@ -122,7 +125,8 @@ def prefilled(
         row = kind(host, cache, input_ids, inputs | (watched or {}), int(padding[0]), kept)
         # A cache of the caller's may have forgotten what was before its last token, and synced ranks make equal passes
         is_tried = not (host.is_tested or host.is_encoder_decoder or host.is_users(cache) or ranks.is_synced)
-        if is_tried and watched is None and not host.is_replayed and not row.is_faithful(logits):
+        is_tried = is_tried and before is None and watched is None and not host.is_replayed
+        if is_tried and not row.is_faithful(logits):
             raise ValueError(
                 f"{host.name} does not give tokens that were taken back and scored again the logits they had, so "
                 "drafts cannot be verified: use another model."
@@ -130,7 +134,9 @@ def prefilled(
         return logits, row
     longest = min(config.max_length, MOST_COLUMNS) - padding if context is None else torch.full_like(padding, context)
     position_ids = inputs.get("position_ids")
-    model = RaggedModel(host, cache, padding, num_columns, position_ids, longest=longest, is_returned=is_returned)
-    if not is_trusted and ranks.most(not model.is_faithful(input_ids[:, -1:], logits)):
+    model = RaggedModel(
+        host, cache, padding, num_columns, position_ids, longest=longest, is_returned=is_returned, ranks=ranks
+    )
+    if not is_trusted and ranks.some(not model.is_faithful(input_ids[:, -1:], logits)):
         raise UnequalRowsError(host.name)
     return logits, model

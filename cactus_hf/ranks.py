@@ -10,7 +10,7 @@ weights from all. So all make as many passes as the one that needs most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +30,13 @@ class Ranks:
         groups (tuple of `ProcessGroup`): in each, all processes decode the same rows, and the first decides. A process
             has one group a dimension of the grid that the model is spread over.
         is_synced (`bool`): whether all processes of the default group make the same passes.
+        has_stages (`bool`): whether a process holds some of the target's layers only.
         device (`torch.device`, *optional*): where the groups communicate; needed unless alone.
     """
 
     groups: tuple[Any, ...] = ()
     is_synced: bool = False
+    has_stages: bool = False
     device: torch.device | None = None
 
     def same(self, tensor: Tensor) -> Tensor:
@@ -54,42 +56,41 @@ class Ranks:
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         return int(largest)
 
-    def check_alike(self, input_ids: Tensor, padding: Tensor, *limits: int) -> None:
+    def some(self, flag: bool) -> bool:
+        """Whether `flag` is set in any of the processes that must agree on it."""
+        return bool(self.most(bool(self.same(torch.tensor(flag)))))
+
+    def check_alike(self, input_ids: Tensor, padding: Tensor, options: Sequence[int]) -> None:
         """Raises `ValueError` on all processes that decode the same rows if they were given different ones.
 
         Args:
             input_ids (`torch.Tensor` of shape [R, P]): the prompts.
             padding (`torch.Tensor` of shape [R]): padded columns of each row.
-            limits (`int`): what else the number and the shapes of the passes depend on.
+            options (list of `int`): what else decides how often the processes communicate, and how much.
         """
         if not self.groups:
             return
-        sums = [
-            int((x.flatten() * torch.arange(1, x.numel() + 1, device=x.device)).sum()) for x in (input_ids, padding)
-        ]
-        own = torch.tensor([*input_ids.shape, *sums, *limits], device=self.device)
+        texts = (x.flatten() for x in (input_ids, padding))
+        sums = [int((x * torch.arange(1, len(x) + 1, device=x.device)).sum()) for x in texts]
+        own = torch.tensor([*input_ids.shape, *sums, *options], device=self.device)
         largest = torch.cat([own, -own])
         for group in self.groups:
             torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
         if largest.view(2, -1).sum(0).any():  # the largest less the smallest
             raise ValueError(
-                "The processes of one tensor- or pipeline-parallel model were given different prompts, length limits, "
-                "draft lengths or `do_sample`: give all of them the same. (For prompts of their own, every process "
-                "needs a whole model.)"
+                "The processes of a tensor- or pipeline-parallel model were given different prompts or options: give "
+                "all of them the same prompts, length limits, draft options and stopping criteria, and the same "
+                "`do_sample` and `speculation_kl`. (For prompts of their own, processes need models of their own.)"
             )
 
 
 ALONE = Ranks()
 
 
-def make_ranks(hosts: Iterable[Host], synced_gpus: bool, device: torch.device) -> Ranks:
+def make_ranks(target: Host, draft: Host | None, synced_gpus: bool, device: torch.device) -> Ranks:
     """The processes that a call with these models has to agree with."""
-    groups = {}
-    for mesh in (host.device_mesh for host in hosts):
-        # transformers 5.17 gives no names where there is tensor parallelism only
-        for i, name in enumerate(mesh.mesh_dim_names or ("tp",) if mesh else ()):
-            if name in ("tp", "pp") and mesh.size(i) > 1:
-                group = mesh.get_group(i)
-                groups[tuple(torch.distributed.get_process_group_ranks(group))] = group
+    spread = [target.process_groups, {} if draft is None else draft.process_groups]
+    found = [groups[name] for groups in spread for name in ("tp", "pp") if name in groups]
+    by_members = {tuple(torch.distributed.get_process_group_ranks(group)): group for group in found}
     is_synced = synced_gpus and torch.distributed.is_available() and torch.distributed.is_initialized()
-    return Ranks(tuple(groups.values()), is_synced, device)
+    return Ranks(tuple(by_members.values()), is_synced, "pp" in spread[0], device)

@@ -74,7 +74,7 @@ def speculate(
     padding = left_padding(mask, num_rows)
     is_returned = bool(config.return_dict_in_generate)
     has_scores = is_returned and bool(config.output_scores)
-    ranks = make_ranks([target] if draft is None else [target, draft], synced_gpus, input_ids.device)
+    ranks = make_ranks(target, draft, synced_gpus, input_ids.device)
     stopping = Stopping(criteria, input_ids, target.vocab_size if has_scores else None, ranks)
     max_length = min(config.max_length, stopping.max_length or config.max_length, MOST_COLUMNS)
     sources = Sources(target, draft, options, config, (tokenizer, assistant_tokenizer))
@@ -82,7 +82,10 @@ def speculate(
     check_ranks(ranks, sources.hosts.values(), sources.reads_states, config)
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
-    ranks.check_alike(input_ids, padding, max_length, sources.length.num_tokens, do_sample)
+    length = sources.length
+    drafting = (draft is None, length.num_tokens, length.schedule == "constant", length.confidence_threshold > 0)
+    others = (max_length, bool(stopping.others), do_sample, options.speculation_kl)
+    ranks.check_alike(input_ids, padding, drafting + others)
 
     sequences = Sequences(input_ids, padding, max_length, pad_token_id(config))
     block_processor = BlockProcessor.of_call(processors, input_ids, target.vocab_size)
@@ -98,11 +101,8 @@ def speculate(
     raw_logits = TokenRows(num_rows) if is_returned and config.output_logits else None
     schedule = LengthSchedule(sources.length, num_rows)
 
-    def start(prompts: Prompts, rows: Tensor, is_idle: bool = False) -> Decoder:
-        """Read the prompts of `rows`, to be decoded together.
-
-        `is_idle`: they have been decoded, and only the forward passes matter now, to other processes.
-        """
+    def start(prompts: Prompts, rows: Tensor) -> Decoder:
+        """Read the prompts of `rows`, to be decoded together."""
         sequences.activate(rows)
         sources.prepare(prompts, block_processor.for_generators())
         first_logits, target_model = prefilled(
@@ -123,7 +123,6 @@ def speculate(
             streamer,
             scores,
             raw_logits,
-            has_finished=is_idle,
         )
 
     target_model = _decode_all(start, prompts, sources, ranks)
@@ -151,7 +150,9 @@ def speculate(
     return output
 
 
-def _decode_all(start: Callable[..., Decoder], prompts: Prompts, sources: Sources, ranks: Ranks) -> CachedModel | None:
+def _decode_all(
+    start: Callable[[Prompts, Tensor], Decoder], prompts: Prompts, sources: Sources, ranks: Ranks
+) -> CachedModel | None:
     """Decode all rows, together where the models can; the target holding them, `None` if it held one after another."""
     num_rows = len(prompts.input_ids)
     if sources.are_ragged:
@@ -171,7 +172,9 @@ def _decode_all(start: Callable[..., Decoder], prompts: Prompts, sources: Source
     for _ in range(num_missing):
         again = prompts.row(row)
         again.inputs.pop(sources.target.cache_name, None)
-        start(again, torch.tensor([row]), is_idle=True).run()
+        decoder = start(again, torch.tensor([row]))
+        decoder.has_finished = True  # only its passes matter, to that process
+        decoder.run()
     return target_model if num_rows == 1 else None
 
 

@@ -10,7 +10,7 @@ from transformers import generation as hf
 from transformers.utils import ModelOutput
 
 from . import support
-from .cached_model import CachedModel, CroppedModel, RaggedModel
+from .cached_model import CachedModel, CroppedModel
 from .candidate_generators import GeneratorSource, num_fixed_drafts
 from .config import LENGTH_KEYWORDS, SpeculationOptions, given
 from .draft_length import DraftLength
@@ -18,7 +18,7 @@ from .drafting import DraftModel, DraftSource
 from .logits import BlockProcessor
 from .prefill import TEXT_INPUTS, Prompts, prefilled
 from .prompt_lookup import PromptLookup
-from .ranks import ALONE, Ranks
+from .ranks import Ranks
 from .reading import DraftText, Reader, SharedText
 from .sequences import Sequences
 from .translation import TranslatedText, Translation
@@ -116,16 +116,8 @@ class Sources:
         def prefill(input_ids: Tensor, padding: Tensor) -> tuple[Tensor, CachedModel]:
             nonlocal last
             own = inputs if has_media else inputs | text_inputs(draft, padding, input_ids)
-            # A text that outgrows the context is read again. No other process knows when, so it must be one pass then
-            agreeing, is_proven = ranks if last is None else ALONE, isinstance(last, RaggedModel)
-            logits, last = prefilled(
-                draft,
-                Prompts(input_ids, padding, own),
-                self.config,
-                context=context,
-                ranks=agreeing,
-                is_proven=is_proven,
-            )
+            own_prompts = Prompts(input_ids, padding, own)
+            logits, last = prefilled(draft, own_prompts, self.config, context=context, ranks=ranks, before=last)
             return logits, last
 
         reader = Reader(prefill, text, sequences, context)

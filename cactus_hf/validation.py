@@ -225,6 +225,11 @@ def check_ranks(ranks: Ranks, hosts: Iterable[Host], reads_states: bool, config:
             "With `synced_gpus` (FSDP, DeepSpeed ZeRO-3) all processes must make the same forward passes, and "
             "`prefill_chunk_size` makes their number depend on the length of the prompt: leave it out."
         )
+    if ranks.has_stages and config.assistant_early_exit is not None:
+        raise ValueError(
+            "`assistant_early_exit` drafts with the first layers, which not all processes of a pipeline-parallel "
+            "model have: pass `assistant_model=` or `prompt_lookup_num_tokens=`."
+        )
     if reads_states and (ranks.is_synced or ranks.groups):
         raise ValueError(
             "Drafts that read the target's states are made for one process, but the target is spread over several: "

@@ -30,6 +30,9 @@ SAMPLE = {**GREEDY, "do_sample": True, "cactus_delta": 0.5, "temperature": 0.8}
 
 
 def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A pair of one family; "outgrown": one whose draft holds fewer tokens than the texts come to have."""
+    if name == "outgrown":
+        return tiny.model("qwen3", vocab=VOCAB), tiny.model("gpt2", vocab=VOCAB, n_positions=40)
     return tiny.pair(name, vocab=VOCAB)
 
 
@@ -84,6 +87,7 @@ def parallel_calls(rank: int) -> dict[str, dict[str, Any]]:
         "clock": {**three, **SAMPLE, "stopping_criteria": StoppingCriteriaList([StopsAfter(4 + 3 * rank)])},
         "one row": {**prompts(7), **SAMPLE},
         "lookup": {**three, **SAMPLE, "prompt_lookup_num_tokens": 3},
+        "early exit": {**three, **SAMPLE, "assistant_early_exit": 1},
     }
 
 
@@ -94,7 +98,8 @@ def run(
     results = {}
     for name, options in calls.items():
         torch.manual_seed(rank)
-        assistant = {} if "prompt_lookup_num_tokens" in options else {"assistant_model": draft}
+        has_source = options.keys() & {"prompt_lookup_num_tokens", "assistant_early_exit"}
+        assistant = {} if has_source else {"assistant_model": draft}
         output = target.generate(**options, **assistant, return_dict_in_generate=True)
         stats = output.speculation
         results[name] = [x.tolist() for x in (output.sequences, stats.kinds, stats.drafted, stats.rounds)]
@@ -133,9 +138,16 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
         rank = torch.distributed.get_rank()
         for model in (target, draft) if rank == 1 else ():
             add_noise(model)
-        results[name] = run(cactus_hf.enable(target), draft, parallel_calls(rank), rank)
+        own_calls = parallel_calls(rank)
+        if name == "pipeline":
+            del own_calls["early exit"]
+        results[name] = run(cactus_hf.enable(target), draft, own_calls, rank)
         if name == "whole draft":
-            different = {"prompts": prompts(5 + rank), "lengths": {**prompts(5), "max_new_tokens": 12 + rank}}
+            different = {
+                "prompts": prompts(5 + rank),
+                "lengths": {**prompts(5), "max_new_tokens": 12 + rank},
+                "criteria": {**prompts(5), "max_time": (9.0, None)[rank]},
+            }
             for case, options in different.items():
                 try:
                     target.generate(**GREEDY | options, assistant_model=draft, cactus_delta=1.0)
@@ -162,6 +174,9 @@ def synced_calls(rank: int) -> dict[str, dict[str, Any]]:
         },
         "one token": {**own, **SAMPLE, "max_new_tokens": (1, 9)[rank]},
         "lookup": {**own, **SAMPLE, "prompt_lookup_num_tokens": 3, "max_new_tokens": long},
+        "early exit": {**own, **SAMPLE, "assistant_early_exit": 1, "max_new_tokens": short},
+        "outgrowing": {**own, **SAMPLE, "max_new_tokens": (40, 44)[rank]},
+        "outgrowing row": {**prompts(9 - 7 * rank), **SAMPLE, "max_new_tokens": 44},
     }
 
 
@@ -176,7 +191,7 @@ def one_row_calls(rank: int) -> dict[str, dict[str, Any]]:
 
 def synced(folder: Path) -> dict[str, Any]:
     """Target and draft whose weights are spread over the processes, gathered for each pass."""
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule
     from transformers.distributed import DistributedConfig
 
     results = {}
@@ -187,17 +202,26 @@ def synced(folder: Path) -> dict[str, Any]:
     rank = torch.distributed.get_rank()
     results["qwen3"] = counted_run(cactus_hf.enable(target), draft, synced_calls(rank), rank)
     tested, support.TESTED = support.TESTED, frozenset()  # then a batch is tried out first, which takes a pass
-    results["untested"] = counted_run(target, draft, {"greedy": synced_calls(rank)["greedy"]}, rank)
+    calls = {name: synced_calls(rank)[name] for name in ("greedy", "sampled")}
+    results["untested"] = counted_run(target, draft, calls, rank)
+    calls = {name: synced_calls(rank)[name] for name in ("outgrowing", "outgrowing row")}
+    results["outgrown"] = counted_run(target, sharded(copy.deepcopy(models("outgrown")[1])), calls, rank)
     support.TESTED = tested
     target, draft = (copy.deepcopy(model) for model in models("bloom"))  # one row at a time
-    mesh = init_device_mesh("cpu", (2,))
-    for model in (cactus_hf.enable(target), draft):
-        for layer in (*model.transformer.h, model):
-            fully_shard(layer, mesh=mesh)
+    target, draft = sharded(cactus_hf.enable(target)), sharded(draft)
     results["bloom"] = counted_run(target, draft, one_row_calls(rank), rank)
     cactus_hf.disable(target)
     results["disabled"] = [type(target).__name__, isinstance(target, FSDPModule)]
     return results
+
+
+def sharded(model: PreTrainedModel) -> PreTrainedModel:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*model.transformer.h, model):
+        fully_shard(part, mesh=mesh)
+    return model
 
 
 def counted_run(target: PreTrainedModel, draft: PreTrainedModel, calls: dict[str, dict[str, Any]], rank: int) -> Any:
