@@ -12,7 +12,7 @@ from transformers import DynamicCache, LogitsProcessor
 
 import cactus_hf
 import tiny
-from cactus_hf.generation import CACHE_NAME
+from cactus_hf.host import CACHE_NAME
 
 
 OPTIONS = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": tiny.PAD, "num_assistant_tokens": 3}
