@@ -163,6 +163,13 @@ class Host:
         """Whether the caller of `generate()` passed this cache in, and so expects to find it filled afterwards."""
         return getattr(cache, "_is_user_defined", False)
 
+    def pad_token_id(self, generation_config: Any) -> int:
+        """What fills a row behind its end, as `generate()` has prepared it: without one given the first end of
+        sequence. 0 where there is none of either, and only a criterion can have ended the row.
+        """
+        token = generation_config._pad_token_tensor
+        return 0 if token is None else int(token)
+
     def prefill(self, input_ids: Tensor, generation_config: Any, inputs: dict[str, Any]) -> ModelOutput:
         """Run the prompts as plain `generate()` would, with logits of at least the last position."""
         if self.inner._supports_logits_to_keep():

@@ -87,7 +87,7 @@ def speculate(
     others = (max_length, bool(stopping.others), do_sample, options.speculation_kl)
     ranks.check_alike(input_ids, padding, drafting + others)
 
-    sequences = Sequences(input_ids, padding, max_length, pad_token_id(config))
+    sequences = Sequences(input_ids, padding, max_length, target.pad_token_id(config))
     block_processor = BlockProcessor.of_call(processors, input_ids, target.vocab_size)
     has_users_cache = target.is_users(inputs.get(target.cache_name))
     is_cache_returned = is_returned or has_users_cache
@@ -185,8 +185,3 @@ def _warn_row_by_row(sources: Sources) -> None:
         "source of drafts cannot hold rows that grow at different speeds. Such a batch is no faster than its rows.",
         stacklevel=2,
     )
-
-
-def pad_token_id(config: hf.GenerationConfig) -> int:
-    """What fills a row behind its end. `generate()` has set it wherever rows can end early."""
-    return 0 if config.pad_token_id is None else int(config.pad_token_id)

@@ -25,7 +25,9 @@ LENGTH = (
     equal("min_length", "", 20, beside=WITH_ENDS),
     equal("min_new_tokens", "", 8, beside=WITH_ENDS),
     equal("eos_token_id", "one or several; found inside a block of drafts", ENDS, 68),
-    equal("pad_token_id", "behind rows that ended", 3, beside=WITH_ENDS),
+    equal(
+        "pad_token_id", "behind rows that ended; the first end of sequence if it is `None`", 3, None, beside=WITH_ENDS
+    ),
     equal(
         "stop_strings",
         "found inside a block; the row is padded behind it",

@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 import torch
 from pointers import has_test
-from transformers import DynamicCache, StoppingCriteriaList, TextIteratorStreamer, pipeline
+from transformers import DynamicCache, StoppingCriteriaList, TextIteratorStreamer
 
 import cactus_hf
 import tiny
@@ -27,13 +27,22 @@ ELSEWHERE = {
     "r08 no token outside the target's support": "test_decoding.py::test_never_leaves_the_targets_support",
     "r09 draft lengths of the call": "test_generation.py::test_order",
     "r10 vocabularies of different padding": "test_decoding.py::test_vocabularies_of_different_padding",
+    "r10 different tokenizers": "test_other_tokenizers.py::test_texts_equal_plain_ones",
+    "r10 their law": "test_other_tokenizers.py::test_it_samples_the_law_of_its_rounds",
+    "r10 the draft stays as it is": "test_other_tokenizers.py::test_it_stays_as_it_is",
     "r12 caches": "test_options.py::test_refused",
     "r12 the draft's own generation config": "test_generation.py::test_nothing_else_of_the_drafts_config_leaks",
     "r13 a prefilled system prompt": "test_options.py::test_a_prefilled_prompt",
     "r15 attentions and hidden states": "test_states.py::test_equal_those_of_plain_decoding",
     "r16 encoder-decoder models": "test_encoder_decoder.py::test_greedy_text_is_plain",
+    "r16 `encoder_outputs` given": "test_encoder_decoder.py::test_encoder_outputs_given",
+    "r16 drafts in another precision": "test_encoder_decoder.py::test_a_draft_in_another_precision",
     "r17 processors that remember": "test_remembering.py::test_equals_plain_rows",
     "r17 guidance": "test_remembering.py::test_transformers_own",
+    "r17 grammars": "test_grammars.py::test_greedy_text_equals_plain",
+    "r18 configs with other special tokens": "test_pipelines.py::test_ways_that_work",
+    "r18 batches": "test_pipelines.py::test_text_is_that_of_single_prompts",
+    "r18 stop_sequence": "test_pipelines.py::test_stop_sequence",
     "r19 a row and its neighbours": "test_decoding.py::test_a_seeded_row_does_not_depend_on_its_neighbours",
     "r21 forbidden tokens": "test_verification.py::test_q_is_0_rejects",
     "r21 broken drafts": "test_session.py::test_a_broken_draft_costs_speed_only",
@@ -233,36 +242,6 @@ def test_r15_streamers(pair, source, delta):
     assert all(tokens.dim() == 1 for tokens in streamer.puts[1:]), "behind the prompt, as plain generation puts them"
     assert torch.cat([tokens.flatten() for tokens in streamer.puts]).tolist() == output[0].tolist()
     assert "".join(text).split() == tiny.word_tokenizer().decode(output[0]).split()
-
-
-@DELTAS
-class TestR18Pipelines:
-    PROMPTS = ("w9 w10 w11", "w5", "w7 w8 w9 w10")
-
-    def test_other_ends_and_batches(self, pair, delta):
-        """A base model drafts for an instructed one, whose config names more ends."""
-        target, draft = pair
-        target.generation_config.eos_token_id = [tiny.EOS, 5]
-        draft.generation_config.pad_token_id = 7
-        options = {"max_new_tokens": 8, "do_sample": False}
-        tokenizer = tiny.word_tokenizer()
-        plain = pipeline("text-generation", model=tiny.model("llama"), tokenizer=tokenizer)
-        expected = [plain(prompt, eos_token_id=[tiny.EOS, 5], **options) for prompt in self.PROMPTS]
-        pipe = pipeline("text-generation", model=target, tokenizer=tokenizer)
-        own = {"assistant_model": draft, "cactus_delta": delta}
-        for batch_size in (1, 3):
-            assert pipe(list(self.PROMPTS), batch_size=batch_size, **options, **own) == expected
-
-    def test_stop_sequence(self, delta):
-        tokenizer, model = tiny.byte_tokenizer(), tiny.model("llama", vocab=260)
-        plain = pipeline("text-generation", model=model, tokenizer=tokenizer)
-        text = plain("hello", max_new_tokens=8, do_sample=False)[0]["generated_text"]
-        stop = tokenizer.decode(tokenizer(text).input_ids[-3])
-        options = {"max_new_tokens": 8, "do_sample": False, "stop_sequence": stop}
-        expected = plain("hello", **options)
-        target = cactus_hf.enable(copy.copy(model))
-        pipe = pipeline("text-generation", model=target, tokenizer=tokenizer)
-        assert pipe("hello", **options, assistant_model=tiny.perturbed(model), cactus_delta=delta) == expected
 
 
 @BATCHES
