@@ -80,7 +80,7 @@ class RaggedModel:
         self.cache = RaggedCache.from_prefilled(cache, padding, num_columns, is_emptied=not host.is_users(cache))
         self.patterns = patterns_of(host.config)
         self.is_additive = host.attention == "eager"
-        self.dtype = next(host.model.parameters()).dtype
+        self.dtype = host.dtype  # floating, whatever weights are quantised
         self.takes_positions = host.takes("position_ids")
         self.last_slot = num_columns - 1 - padding  # [B] on the CPU, of the prompts
         # Rows with fewer drafts than others are filled up; learned positions must not be asked for more than exist
