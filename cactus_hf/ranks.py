@@ -40,7 +40,7 @@ class Ranks:
     device: torch.device | None = None
 
     def same(self, tensor: Tensor) -> Tensor:
-        """`tensor` as the first process has it, whose shape all know."""
+        """`tensor` as the first process has it; all know its shape. May overwrite what it is given."""
         if not self.groups:
             return tensor
         shared = tensor.to(self.device).contiguous()

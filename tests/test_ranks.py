@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,12 +45,12 @@ def launch(launcher: tuple[str, ...], *arguments: str | Path) -> str:
     }
     command = [sys.executable, "-m", *launcher, *map(str, arguments)]
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             stdout, stderr = process.communicate(timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # the launcher ends what it started; a kill would leave that behind
             pytest.fail(f"the processes hang: {process.communicate()[1][-4000:]}")
     assert process.returncode == 0, stderr[-6000:]
     return stdout
