@@ -50,19 +50,21 @@ class Translation:
             )
         special_ids = {text: i for i, text in own_special.items() if i < draft_size}
         self.ids |= {i: special_ids[text] for i, text in self.special.items() if text in special_ids}
-        for role in ("bos_token_id", "eos_token_id"):
-            one, other = getattr(tokenizer, role), getattr(draft_tokenizer, role)
-            if one is not None and other is not None and other < draft_size:
-                self.ids.setdefault(one, other)
+        end, own_end = tokenizer.eos_token_id, draft_tokenizer.eos_token_id
+        if end is not None and own_end is not None and own_end < draft_size:
+            self.ids.setdefault(end, own_end)
+        # Of several that the draft reads alike, the last alone is drafted, or they would share its probability
+        self.drafted = {own: i for i, own in self.ids.items()}.values()
         self.pieces: dict[int, list[int]] = {}
 
-    def table(self, vocab_size: int) -> Tensor:
-        """The draft's id of each of `vocab_size` ids of the target, -1 where it has none."""
-        table = torch.full((vocab_size,), -1)
-        ids, own_ids = torch.tensor(list(self.ids)), torch.tensor(list(self.ids.values()))
+    def tables(self, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """The draft's id of each of `vocab_size` ids of the target, 0 where it has none; and which it can draft."""
+        own_ids, is_drafted = torch.zeros(vocab_size, dtype=torch.long), torch.zeros(vocab_size, dtype=torch.bool)
+        ids, drafted = torch.tensor(list(self.ids)), torch.tensor(list(self.drafted))
         is_within = ids < vocab_size  # a tokenizer may have more than the model
-        table[ids[is_within]] = own_ids[is_within]
-        return table
+        own_ids[ids[is_within]] = torch.tensor(list(self.ids.values()))[is_within]
+        is_drafted[drafted[drafted < vocab_size]] = True
+        return own_ids, is_drafted
 
     def read_token(self, token: int) -> list[int]:
         """The draft's ids for one of the target's: several where it has the text in pieces, none if not at all."""
@@ -85,8 +87,8 @@ class Translation:
     def read_prompt(self, tokens: list[int]) -> list[int]:
         """The draft's ids for a prompt, as its own tokenizer makes them from the text.
 
-        Special tokens that the draft lacks, such as another model's marks of turns, are left out; the beginning is
-        marked as the draft is used to.
+        Special tokens that the draft lacks, such as another model's marks of turns, are left out; the end of a turn is
+        read as the draft's own, and the beginning is marked as the draft is used to.
         """
         bos = self.draft_tokenizer.bos_token_id
         begins = bos is not None and self.draft_tokenizer("")["input_ids"][:1] == [bos]
@@ -113,8 +115,7 @@ class TranslatedText:
 
     def __init__(self, translation: Translation, sequences: Sequences, vocab_size: int, device: torch.device):
         self.translation, self.device = translation, device
-        table = translation.table(vocab_size).to(sequences.tokens.device)
-        self.own_ids, self.is_missing = table.clamp_min(0), table < 0  # [V] each
+        self.own_ids, self.is_drafted = (x.to(sequences.tokens.device) for x in translation.tables(vocab_size))
         self.ids: dict[int, list[int]] = {}  # of each row of R
         self.num_columns: dict[int, int] = {}  # of the target's text that were translated
         for row in sequences.rows.tolist():
@@ -127,7 +128,7 @@ class TranslatedText:
         for row in sequences.rows.tolist():
             ids, end = self.ids[row], int(sequences.length[row])
             new = sequences.text[row, self.num_columns[row] : end].tolist()
-            # All but the last were drafts, which have an id unless a processor forced them
+            # All but the last were drafts, which the draft has read, unless a processor forced what it lacks
             kept = itertools.takewhile(self.translation.ids.__contains__, new[:-1])
             met.append(len(ids) + sum(1 for _ in kept))
             ids.extend(itertools.chain.from_iterable(map(self.translation.read_token, new)))
@@ -147,7 +148,7 @@ class TranslatedText:
         return self.own_ids[tokens].to(self.device)
 
     def over_target(self, logits: Tensor) -> Tensor:
-        return logits[..., self.own_ids].masked_fill_(self.is_missing, -torch.inf)
+        return logits[..., self.own_ids].masked_fill_(~self.is_drafted, -torch.inf)
 
 
 def spellings(tokenizer: Any) -> tuple[dict[int, str], dict[int, str]]:
@@ -155,9 +156,16 @@ def spellings(tokenizer: Any) -> tuple[dict[int, str], dict[int, str]]:
     names of its special tokens. Where two ids stand for the same, the plainer one comes last.
     """
     vocabulary = dict(tokenizer.get_vocab())
-    special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    try:
+        special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    except NotImplementedError as error:  # mistral-common's
+        raise ValueError(
+            f"A draft with another tokenizer needs tokenizers that tell their special tokens, which a "
+            f"{type(tokenizer).__name__} does not: load one of transformers' own classes, such as `LlamaTokenizer`."
+        ) from error
     special_ids.update(tokenizer.all_special_ids)
-    added = {text: vocabulary.pop(text, i) for text, i in tokenizer.get_added_vocab().items()}
+    named = tokenizer.get_added_vocab() | {tokenizer.convert_ids_to_tokens(i): i for i in special_ids}
+    added = {text: vocabulary.pop(text, i) for text, i in named.items()}
     special = {i: text for text, i in added.items() if i in special_ids}
     ordinary = _in_bytes({text: i for text, i in added.items() if i not in special_ids})
     if PIECE_SPACE in vocabulary:

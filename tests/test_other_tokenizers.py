@@ -146,7 +146,7 @@ class TestSampling:
                 assistant_tokenizer=tokenizers[1],
                 do_sample=True,
                 cactus_delta=0.0,
-                suppress_tokens=[tiny.PAD, tiny.UNK],  # tokens that one of the drafts lacks
+                suppress_tokens=[tiny.PAD, tiny.BOS, tiny.UNK],  # tokens that one of the drafts lacks
                 return_dict_in_generate=True,
                 **OPTIONS | options | {"eos_token_id": tiny.EOS},
             )

@@ -83,6 +83,9 @@ class TestCorrespondence:
         assert named(Translation(byte, piece, 999))["a"] == "a"
         pairs = named(Translation(piece, byte, 999))
         assert pairs["a"] == pairs["<0x61>"] == "a"
+        a, byte_a = piece.convert_tokens_to_ids(["a", "<0x61>"])
+        is_drafted = Translation(piece, byte, 999).tables(999)[1]
+        assert is_drafted[a] and not is_drafted[byte_a], "the two do not share the probability of one"
 
     def test_added_tokens(self):
         """Ordinary ones stand for their text, special ones for themselves."""
@@ -96,19 +99,35 @@ class TestCorrespondence:
         pairs = named(Translation(other, byte, 999))
         assert pairs["<turn>"] == "<turn>"
 
-    def test_special_tokens_correspond_by_name_and_then_by_role(self):
+    def test_special_tokens_correspond_by_name_and_the_end_by_its_role(self):
         one = byte_bpe("t h", bos_token="<s>", eos_token="<end>", pad_token="<pad>")
         other = byte_bpe("t e", bos_token="<begin>", eos_token="</s>", pad_token="<end>")
-        assert named(Translation(one, other, 999))["<s>"] == "<begin>"
         assert named(Translation(one, other, 999))["<end>"] == "<end>"
-        assert named(Translation(other, one, 999))["</s>"] == "<end>"
+        pairs = named(Translation(other, one, 999))
+        assert pairs["</s>"] == pairs["<end>"] == "<end>" and "<begin>" not in pairs
         assert "<pad>" not in named(Translation(one, other, 999))
+        end, pad = other.convert_tokens_to_ids(["</s>", "<end>"])
+        is_drafted = Translation(other, one, 999).tables(999)[1]
+        assert is_drafted[end] and not is_drafted[pad], "what ends the draft's text ends the target's"
+
+    def test_tokenizers_that_do_not_tell_their_special_tokens(self):
+        class Silent:
+            def get_vocab(self):
+                return {}
+
+            @property
+            def added_tokens_decoder(self):
+                raise NotImplementedError
+
+        with pytest.raises(ValueError, match="special tokens, which a Silent does not: load one of transformers' own"):
+            Translation(byte_bpe("t h"), Silent(), 999)
 
     def test_ids_that_a_model_has_not(self):
         translation = Translation(words("a", "b", "c"), words("c", "b", "a", "d"), 2)
         assert named(translation) == {"b": "b", "c": "c"}
-        assert translation.table(5).tolist() == [-1, 1, 0, -1, -1]
-        assert translation.table(2).tolist() == [-1, 1]
+        no, yes = False, True
+        assert [table.tolist() for table in translation.tables(5)] == [[0, 1, 0, 0, 0], [no, yes, yes, no, no]]
+        assert [table.tolist() for table in translation.tables(2)] == [[0, 1], [no, yes]]
 
     def test_whether_it_is_needed(self):
         one = byte_bpe("t h, t e", eos_token="<end>")
@@ -157,18 +176,16 @@ class TestReading:
         draft = byte_bpe("t e", bos_token="<begin>", eos_token="<end>")
         tokens = target("<s><turn>the<end><think>a")["input_ids"]
         translation = Translation(target, draft, 999)
-        begin, *rest = draft("<begin>the<end><think>a")["input_ids"]
-        assert translation.read_prompt(tokens) == [begin, *rest]
-        assert translation.read_prompt(tokens[1:]) == rest
+        assert translation.read_prompt(tokens) == draft("the<end><think>a")["input_ids"]
 
     def test_a_draft_that_is_used_to_a_beginning(self):
-        target, draft = byte_bpe("t h", bos_token="<s>"), byte_bpe("t e", bos_token="<begin>")
+        target, draft = byte_bpe("t h", bos_token="<begin>"), byte_bpe("t e", bos_token="<begin>")
         begin = draft.bos_token_id
         draft.backend_tokenizer.post_processor = TemplateProcessing("<begin> $A", special_tokens=[("<begin>", begin)])
         translation = Translation(target, draft, 999)
         the = draft("the", add_special_tokens=False)["input_ids"]
         assert translation.read_prompt(target("the")["input_ids"]) == [begin, *the]
-        assert translation.read_prompt(target("<s>the")["input_ids"]) == [begin, *the], "one beginning only"
+        assert translation.read_prompt(target("<begin>the")["input_ids"]) == [begin, *the], "one beginning only"
 
     def test_a_prompt_of_which_nothing_is_left(self):
         target = byte_bpe("t h", eos_token="<turn>")
