@@ -163,13 +163,19 @@ class CroppedModel:
         self.outputs = outputs
 
     def is_faithful(self, logits: Tensor) -> bool:
-        """Whether tokens can be taken back: scores the prompt's last ones again and compares with `logits` [1, V]."""
+        """Whether several tokens can be scored behind a cache, and taken back.
+
+        Scores the prompt's last tokens again: one, then all of them. The first must not see those behind it, and the
+        last must have the `logits` [1, V] that plain prefilling gave.
+        """
         length = self.text.shape[1] - self.padding
         count = min(TAKEN_BACK, length - 1)
         if count == 0:
             return True
-        again = self.score(self.text[:, -count:], torch.tensor([length - count]))
-        return is_same_law(again[:, -1], logits)
+        tokens, first = self.text[:, -count:], torch.tensor([length - count])
+        alone = self.score(tokens[:, :1], first)
+        together = self.score(tokens, first)
+        return is_same_law(together[:, 0], alone[:, 0]) and is_same_law(together[:, -1], logits)
 
     def score(self, tokens: Tensor, first: Tensor) -> Tensor:
         self._crop(int(first[0]) + self.padding)

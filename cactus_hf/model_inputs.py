@@ -16,7 +16,7 @@ POSITIONS = ("position_ids", "decoder_position_ids")
 
 
 def extended(inputs: dict[str, Any], num_columns: int, is_encoder_decoder: bool) -> dict[str, Any]:
-    """The inputs of the prompts as they would be for texts of `num_columns` tokens.
+    """The inputs of the prompts as they would be for texts of `num_columns` tokens, fewer or more.
 
     Args:
         inputs (`dict`): as `generate()` prepared them; of an encoder-decoder model `attention_mask` is the encoder's.
@@ -26,10 +26,12 @@ def extended(inputs: dict[str, Any], num_columns: int, is_encoder_decoder: bool)
         if value is None or (is_encoder_decoder and name == "attention_mask"):
             continue
         if name in POSITIONS:
+            value = value[..., :num_columns]
             missing = num_columns - value.shape[-1]
             ahead = torch.arange(1, missing + 1, device=value.device)
             longer[name] = torch.cat([value, value[..., -1:] + ahead], dim=-1)
         elif name in MASKS + REPEATED + ZEROED:
+            value = value[:, :num_columns]
             last = value[:, -1:]
             if name not in REPEATED:
                 last = torch.full_like(last, int(name in MASKS))

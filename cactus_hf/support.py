@@ -20,11 +20,11 @@ UNFIT = {
 }
 # Model types with running states that go on from where they are saved (`cactus_hf.recurrent`), one row at a time
 REPLAYED = frozenset(
-    "bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lara_mini mamba2 nemotron_h olmo_hybrid "
+    "bailing_hybrid bamba falcon_h1 granitemoehybrid inkling_text kimi_linear lara_mini mamba2 nemotron_h olmo_hybrid "
     "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text zamba2 zaya".split()
 )
 # Model types whose short convolutions transformers' cache can take back, one row at a time
-CONVOLVED = frozenset("inkling_text inkling2_text inkling2_loop_text lfm2 lfm2_moe lfm3".split())
+CONVOLVED = frozenset("inkling2_text inkling2_loop_text lfm2 lfm2_moe lfm3".split())
 # Model types whose ragged batches equal plain rows (tests/test_families.py); others are tried at run time
 TESTED = frozenset(
     "afmoe apertus apertus1p5_text arcee aria_text axk1 axk2 beam bert bert-generation big_bird biogpt bitnet "

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
@@ -55,6 +57,7 @@ class Architecture:
         batch (`str`): "ragged" if rows of different lengths go together, "one row" if rows run one at a time, else
             "refused".
         sizes (`dict`): Further arguments, for those of these names that the configuration has.
+        since (`str`): First release of transformers, among those tested, with which it does that.
         remark (`str`): Said of it in the docs, besides the flags.
         kind (`str`): The part of the docs' table it belongs to.
     """
@@ -66,13 +69,14 @@ class Architecture:
     seed: int = 0
     batch: str = "ragged"
     sizes: dict[str, Any] = field(default_factory=dict, hash=False)
+    since: str = "5.17"
     remark: str = ""
     kind: str = "decoder"
 
     @property
     def exists(self) -> bool:
-        """Whether the installed transformers has it."""
-        return self.model_type in CONFIG_MAPPING
+        """Whether the installed transformers has it, as described."""
+        return self.model_type in CONFIG_MAPPING and Version(transformers.__version__) >= Version(self.since)
 
     @property
     def config_class(self) -> type:

@@ -45,10 +45,9 @@ ALL_HEADS = {"num_key_value_heads": 4}
 COMPASS_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 
-def row(
-    name: str, *flags: str, seed: int = 0, batch: str = "ragged", remark: str = "", **options: Any
-) -> Architecture:
-    return Architecture(name, options, name, frozenset(flags), seed=seed, batch=batch, sizes=SIZES, remark=remark)
+def row(name: str, *flags: str, since: str = "5.17", seed: int = 0, **rest: Any) -> Architecture:
+    own = {key: rest.pop(key) for key in ("batch", "remark") if key in rest}
+    return Architecture(name, rest, name, frozenset(flags), since=since, seed=seed, sizes=SIZES, **own)
 
 
 DENSE = (

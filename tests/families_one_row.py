@@ -43,7 +43,7 @@ ATTENTION = (
     row("mvp", "learned", "no_position_ids", seed=37, batch="one row", remark=COUNTED),
     row("pegasus", "learned", "no_position_ids", batch="one row", remark=COUNTED),
     row("plbart", "learned", "no_position_ids", seed=38, batch="one row", remark=COUNTED),
-    row("roformer", "no_position_ids", seed=35, batch="one row", remark=COUNTED),
+    row("roformer", "no_position_ids", seed=35, batch="one row", since="5.24", remark=COUNTED),
     row("trocr", "learned", "no_position_ids", seed=17, batch="one row", remark=COUNTED),
     row("whisper", "learned", "no_position_ids", seed=3, batch="one row", remark=COUNTED),
 )
@@ -92,7 +92,7 @@ RECURRENT = (
         num_hidden_layers=3,
         layer_types=["conv", "sliding_attention", "full_attention"],
     ),
-    row("mamba2", "recurrent", seed=1, batch="one row", num_heads=8),
+    row("mamba2", "recurrent", seed=1, batch="one row", since="5.24", num_heads=8),
     row(
         "nemotron_h",
         "hybrid",
@@ -116,6 +116,7 @@ RECURRENT = (
         "moe",
         seed=5,
         batch="one row",
+        since="5.24",
         layer_types=["linear_attention", "indexed_attention"],
         hc_lowrank=8,
         hc_count=2,

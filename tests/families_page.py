@@ -34,7 +34,8 @@ class Line(NamedTuple):
 
 def line_of(row: Architecture) -> Line:
     flags = [meaning for flag, meaning in FLAGS.items() if flag in row.flags and meaning]
-    remark = "; ".join([*flags, row.remark] if row.remark else flags)
+    since = [] if row.since == "5.17" else ["not with transformers 5.17"]
+    remark = "; ".join([*flags, *([row.remark] if row.remark else []), *since])
     return Line(row.kind, row.model_type, row.batch, ", ".join(row.attention), remark)
 
 
@@ -57,6 +58,8 @@ def page(all_lines: list[Line]) -> str:
         "* **no**: an error before the first forward pass that says why.\n",
         "* Recurrent: a round in which a draft is rejected costs one more forward pass, over the tokens that were\n",
         "  kept.\n",
+        "* Transformers 5.17, the oldest release supported, lacks some of these types; with the others it does the\n",
+        "  same, but for those marked.\n",
         "* Other attention implementations (flash, flex) run batches one by one.\n",
     ]
     for kind, title in TITLES.items():
