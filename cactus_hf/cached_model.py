@@ -6,6 +6,7 @@ models and attention implementations that the ragged cache does not fit. The dec
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -159,7 +160,9 @@ class CroppedModel:
         padding: int = 0,
         outputs: ModelOutput | None = None,
     ):
-        self.host, self.cache, self.text, self.inputs, self.padding = host, cache, prompt, inputs, padding
+        self.host, self.source, self.text, self.inputs, self.padding = host, cache, prompt, inputs, padding
+        # A cache of the user's keeps the prompt, and no drafts, until the call has succeeded
+        self.cache = copy.deepcopy(cache) if host.is_users(cache) else cache
         self.outputs = outputs
 
     def is_faithful(self, logits: Tensor) -> bool:
@@ -197,7 +200,8 @@ class CroppedModel:
 
     def returned_cache(self, last_tokens: Tensor, last_slots: Tensor) -> Cache:
         self._crop(int(last_slots[0]) + self.padding)
-        return self.cache
+        vars(self.source).update(vars(self.cache))
+        return self.source
 
 
 def is_same_law(logits: Tensor, expected: Tensor) -> bool:

@@ -33,10 +33,11 @@ class Fuse:
 
 class Streamer:
     def __init__(self, fuse: Fuse):
-        self.fuse = fuse
+        self.fuse, self.puts = fuse, []
 
     def put(self, tokens):
         self.fuse()
+        self.puts.append(tokens)
 
     def end(self):
         pass
@@ -171,18 +172,24 @@ def test_rows_decoded_one_after_another():
     assert_same_state(state(target), before)
 
 
-def test_a_cache_passed_in_holds_the_prompt(pair):
-    target, draft = pair
-    prompts = tiny.ragged_prompts((9, 4, 17))
-    cache = DynamicCache(config=target.config)
-    interrupted("draft", Fuse(RuntimeError, 5), target, draft, prompts, **{CACHE_NAME: cache})
-    expected = DynamicCache(config=target.config)
-    target(
-        **prompts.inputs, position_ids=(prompts.attention_mask.cumsum(1) - 1).clamp_min(0), **{CACHE_NAME: expected}
-    )
-    assert cache.get_seq_length() == 17
-    for one, other in zip(cache.layers, expected.layers, strict=True):
-        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+@pytest.mark.parametrize("name", ("gemma3", "falcon_alibi"))  # the second takes one row at a time
+def test_a_cache_passed_in_holds_the_prompt(name):
+    model, draft = tiny.pair(name)
+    target, prompt = cactus_hf.enable(copy.copy(model)), tiny.ragged_prompts((9,))
+    expected = DynamicCache(config=model.config)
+    model(**prompt.inputs, **{CACHE_NAME: expected})
+    for last in (2, 4, 6):
+        cache, streamer = DynamicCache(config=model.config), Streamer(Fuse(KeyboardInterrupt, last))
+        call = OPTIONS | {"cactus_delta": 0.5, "assistant_model": draft, "do_sample": False, CACHE_NAME: cache}
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(**prompt.inputs, **call, streamer=streamer)
+        assert cache.get_seq_length() == 9
+        for one, other in zip(cache.layers, expected.layers, strict=True):
+            assert torch.equal(one.keys[:, :, -7:], other.keys[:, :, -7:])
+            assert torch.equal(one.values[:, :, -7:], other.values[:, :, -7:])
+        # The next turn, behind what was streamed
+        text = torch.cat([*(put.flatten() for put in streamer.puts), torch.arange(40, 46)])[None]
+        assert torch.equal(target.generate(text, **call), model.generate(text, **OPTIONS, do_sample=False))
 
 
 class Counting(LogitsProcessor):
