@@ -9,15 +9,22 @@ from typing import NamedTuple
 import transformers
 from architectures import FLAGS, Architecture
 from families import ARCHITECTURES
+from test_encoder_decoder import MODELS
+from test_multimodal import FAMILIES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 RELEASE = "5.24"  # of transformers, that the page is about
-TITLES = {"decoder": "Text models"}  # by kind
+TITLES = {  # by kind
+    "decoder": "Text models",
+    "image": "Text and images (tests/test_multimodal.py)",
+    "encoder": "Encoder-decoder models (tests/test_encoder_decoder.py)",
+}
 BATCHES = {
     "ragged": ("yes", "together"),
     "one row": ("yes", "one by one"),
+    "alone": ("yes", "no"),
     "refused": ("no", "no"),
 }
 
@@ -32,6 +39,16 @@ class Line(NamedTuple):
     remark: str
 
 
+# Tested in files of their own
+OTHERS = (
+    *(Line("image", name, "ragged", "eager, sdpa", "") for name in FAMILIES if name != "paligemma"),
+    Line("image", "paligemma", "alone", "eager, sdpa", "a batch of prompts without images goes together"),
+    Line("image", "mllama", "refused", "eager, sdpa", "images by cross attention; prompts without images go together"),
+    *(Line("encoder", name, "one row", "eager, sdpa", "") for name in MODELS),
+    Line("encoder", "whisper", "one row", "sdpa", "its draft may be a decoder that reads the target's encoder"),
+)
+
+
 def line_of(row: Architecture) -> Line:
     flags = [meaning for flag, meaning in FLAGS.items() if flag in row.flags and meaning]
     since = [] if row.since == "5.17" else ["not with transformers 5.17"]
@@ -41,7 +58,7 @@ def line_of(row: Architecture) -> Line:
 
 def lines(rows: Iterable[Architecture] = ARCHITECTURES.values()) -> list[Line]:
     """One for each family; several where what it can do depends on its configuration."""
-    return sorted({line_of(row) for row in rows if "dynamic_rope" not in row.flags})
+    return sorted({*(line_of(row) for row in rows if "dynamic_rope" not in row.flags), *OTHERS})
 
 
 def page(all_lines: list[Line]) -> str:
@@ -64,9 +81,11 @@ def page(all_lines: list[Line]) -> str:
     ]
     for kind, title in TITLES.items():
         rows = [line for line in all_lines if line.kind == kind]
+        sizes = {batch: len({line.model_type for line in rows if line.batch == batch}) for batch in BATCHES}
         counts = ", ".join(
-            f"{len({line.model_type for line in rows if line.batch == batch})} {what}"
-            for batch, (_, what) in BATCHES.items()
+            f"{size} {'alone only' if batch == 'alone' else BATCHES[batch][1]}"
+            for batch, size in sizes.items()
+            if size
         )
         parts += [f"\n## {title}\n\n", f"{counts}.\n\n"]
         parts += ["| model type | alone | batch | attention | |\n|---|---|---|---|---|\n"]

@@ -80,9 +80,9 @@ MASK = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 5 + [0]])  # an encoder's
 class TestText:
     @pytest.mark.parametrize("name", MODELS)
     @pytest.mark.parametrize("kind", ("own encoder", "no encoder", "target"))
-    @pytest.mark.parametrize("num_drafts", (1, 5))
-    def test_greedy_text_is_plain(self, name, kind, num_drafts):
-        target = cactus_hf.enable(MODELS[name]())
+    @pytest.mark.parametrize(("num_drafts", "attention"), ((1, "sdpa"), (5, "sdpa"), (5, "eager")))
+    def test_greedy_text_is_plain(self, name, kind, num_drafts, attention):
+        target = cactus_hf.enable(MODELS[name](attention=attention))
         draft = DRAFTS[kind](target)
         for row in range(3):
             inputs = {"input_ids": SOURCES[row : row + 1], "attention_mask": MASK[row : row + 1], **GREEDY}
