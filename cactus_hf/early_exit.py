@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from torch import nn
+from transformers import DynamicCache
 
 from .parameters import is_integer
 
@@ -25,6 +26,10 @@ def check_early_exit(model: Any, num_layers: Any) -> None:
             f"`assistant_early_exit={num_layers}` is no draft for {name}, which has {config.num_hidden_layers} "
             f"layers: give a number from 1 to {config.num_hidden_layers - 1}."
         )
+    if _has_attention(config) and not _has_attention(_shortened(config, num_layers)):
+        raise ValueError(
+            f"`assistant_early_exit={num_layers}` leaves {name} without a layer of attention: give a larger number."
+        )
 
 
 def first_layers(model: Any, num_layers: int) -> Any:
@@ -37,15 +42,12 @@ def first_layers(model: Any, num_layers: int) -> Any:
     path = find_layers(model)
     assert path is not None  # `check_early_exit` has refused the model otherwise
     whole = _detached(model)
+    # The modules inside go on with their own configuration, which some cut rows of embeddings by
     whole.config = own_config if model.config is config else _with(model.config, config, own_config)
     *parents, last = path.split(".")
     module = whole
     for name in parents:
         child = _detached(getattr(module, name))
-        if getattr(child, "config", None) is config:
-            child.config = own_config
-        elif hasattr(child, "config"):
-            child.config = whole.config
         setattr(module, name, child)
         module = child
     setattr(module, last, getattr(module, last)[:num_layers])
@@ -53,18 +55,25 @@ def first_layers(model: Any, num_layers: int) -> Any:
 
 
 def find_layers(model: Any) -> str | None:
-    """Where the list of the text model's layers is, if there is one: the outermost of that length."""
-    config = model.config.get_text_config(decoder=True)
-    decoder = model.get_decoder()
+    """Where the list of the text model's layers is, if there is one: of that length, and in no other list."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [
         name
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and not any(map(str.isdigit, name.split(".")))
     ]
-    if not lists:
-        return None
+    decoder = model.get_decoder()  # in some classes a head
     prefix = next(name for name, module in model.named_modules() if module is decoder)
-    return ".".join(filter(None, (prefix, min(lists, key=lambda name: name.count(".")))))
+    inside = [name for name in lists if name.startswith(f"{prefix}." if prefix else "")]
+    return min(inside or lists, key=lambda name: name.count("."), default=None)
+
+
+def _has_attention(config: Any) -> bool:
+    """Whether any layer is attention: then models ask its part of the cache how long the text is."""
+    try:
+        return DynamicCache(config=config).get_seq_length() == 0
+    except ValueError:
+        return False
 
 
 def _shortened(config: Any, num_layers: int) -> Any:
