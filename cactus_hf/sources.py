@@ -47,6 +47,12 @@ class Sources:
         tokenizers: tuple[Any, Any] = (None, None),
     ):
         self.target, self.draft, self.config = target, draft, config
+        kind = getattr(config, "speculation_type", None)
+        if kind is not None and draft is not None and not hasattr(draft.inner.config, "target_layer_ids"):
+            raise ValueError(
+                f"`speculation_type={kind!r}` is for drafters that were trained for it, which the draft, {draft.name}, "
+                "is not: leave it out."
+            )
         self.reads_states = target.serves_states_to(draft, config)
         self.length = self._draft_length(options)
         self.generator: Any = None

@@ -166,6 +166,8 @@ def test_what_they_cannot_do_is_refused(drafting):
         target.generate(**prompts, **options, cactus_delta=1.0, assistant_confidence_threshold=0.4)
     with pytest.raises(ValueError, match="assistant_model.*use_mtp.*one of"):
         target.generate(**prompts, **options, cactus_delta=1.0, assistant_model=tiny.model("llama"))
+    with pytest.raises(ValueError, match="dflash.*drafters.*LlamaForCausalLM"):
+        target.generate(**prompts, assistant_model=tiny.model("llama"), speculation_type="dflash", cactus_delta=1.0)
     with pytest.raises(ValueError, match="dflash.*assistant_model"):
         config = GenerationConfig(use_mtp=True, speculation_type="dflash")
         target.generate(**prompts, generation_config=config, cactus_delta=1.0)
