@@ -17,7 +17,7 @@ import tiny
 from cactus_hf.support import TESTED
 
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 PROMPTS = tiny.ragged_prompts()
 MATRIX = [row for row in tiny.ARCHITECTURES.values() if "dynamic_rope" not in row.flags]
 
@@ -93,3 +93,20 @@ def test_the_page_says_what_the_tests_do():
 
 def test_the_list_of_tested_types_is_what_is_tested():
     assert {row.model_type for row in MATRIX if row.batch == "ragged"} == TESTED
+
+
+def test_a_type_that_sees_ahead_in_a_block_is_refused(speculate, monkeypatch):
+    """One that is not in the list of tested types is tried on the prompt, also where there is one row only."""
+    target, _ = tiny.pair("qwen2", "eager")
+    stock = target.forward
+
+    @functools.wraps(stock)
+    def forward(input_ids, attention_mask=None, **inputs):
+        if 1 < input_ids.shape[1] < PROMPTS.input_ids.shape[1]:
+            input_ids = torch.cat([input_ids[:, 1:], input_ids[:, -1:]], dim=1)
+        return stock(input_ids=input_ids, attention_mask=attention_mask, **inputs)
+
+    monkeypatch.setattr(target, "forward", forward)
+    monkeypatch.setattr(cactus_hf.support, "TESTED", frozenset())
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM does not give tokens that were taken back"):
+        speculate("qwen2", "eager", PROMPTS.row(1), 4)
