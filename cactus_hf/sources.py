@@ -50,8 +50,8 @@ class Sources:
         kind = getattr(config, "speculation_type", None)
         if kind is not None and draft is not None and not hasattr(draft.inner.config, "target_layer_ids"):
             raise ValueError(
-                f"`speculation_type={kind!r}` is for drafters that were trained for it, which the draft, {draft.name}, "
-                "is not: leave it out."
+                f"`speculation_type={kind!r}` is for drafters that were trained for it, which the draft, {draft.name},"
+                " is not: leave it out."
             )
         self.reads_states = target.serves_states_to(draft, config)
         self.length = self._draft_length(options)
