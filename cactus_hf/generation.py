@@ -205,7 +205,10 @@ def enable(model: Model | None = None) -> Model | None:
 
 
 def disable(model: Model | None = None) -> Model | None:
-    """Undoes [`enable`] for the model given, which it returns; without a model undoes `enable()` for the process."""
+    """Undoes [`enable`] for the model given, which it returns; without a model undoes `enable()` for the process.
+
+    Calls that are running should end first: one that has only begun goes on as transformers' own.
+    """
     if model is None:
         for owner, name, _ in HOSTED:
             method = getattr(owner, name)

@@ -23,6 +23,7 @@ import torch
 import transformers
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel, TextIteratorStreamer, pipeline
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation.stopping_criteria import STOP_STRING_EMBEDDING_CACHE
 
 import cactus_hf
 import tiny
@@ -175,6 +176,7 @@ def models() -> Models:
 
 def held() -> dict[str, int]:
     """What the process holds, by kind; memory in bytes."""
+    STOP_STRING_EMBEDDING_CACHE.clear()  # of transformers, which keeps the last eight
     gc.collect()
     objects = gc.get_objects()
     # `type`, as `isinstance` would ask proxies of transformers for what they stand for
