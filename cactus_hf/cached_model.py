@@ -41,12 +41,14 @@ class CachedModel(Protocol):
         """Go on with the rows `index` (on the CPU) only."""
         ...
 
-    def returned_cache(self, last_tokens: Tensor, last_slots: Tensor) -> Cache:
+    def returned_cache(self, tokens: Tensor, first: Tensor, is_uneven: bool) -> Cache:
         """The cache in transformers' own form, up to the column before the last of the longest row.
 
         Args:
-            last_tokens (`torch.Tensor` of shape [R, 1]): the last token of every row.
-            last_slots (`torch.Tensor` of shape [R], on the CPU): its position.
+            tokens (`torch.Tensor` of shape [R, T]): the last columns of it; rows that ended early have pads there,
+                which plain decoding reads too.
+            first (`torch.Tensor` of shape [R], on the CPU): position of the first of them.
+            is_uneven (`bool`): whether rows ended at different columns.
         """
         ...
 
@@ -130,13 +132,13 @@ class RaggedModel:
         if self.offset is not None and self.offset.shape[-1] > 1:
             self.offset = self.offset[..., index]
 
-    def returned_cache(self, last_tokens: Tensor, last_slots: Tensor) -> Cache:
-        if self.ranks.most(bool(self.cache.retired)):
+    def returned_cache(self, tokens: Tensor, first: Tensor, is_uneven: bool) -> Cache:
+        # Rows that end in one round may do so at different columns, and none of them has left
+        if self.ranks.most(bool(self.cache.retired) or is_uneven):
             self.cache.take_back()
             self.last_position, self.offset = self.whole
-            self.score(last_tokens, last_slots)  # plain decoding has read the last tokens of rows that ended early
-        num_columns = int((self.cache.padding + last_slots).max())
-        return self.cache.give_back(self.source, num_columns, last_slots + 1)
+            self.score(tokens, first)
+        return self.cache.give_back(self.source, int(self.cache.padding[0] + first[0]) + tokens.shape[1])
 
 
 class CroppedModel:
@@ -198,8 +200,8 @@ class CroppedModel:
     def keep(self, index: Tensor) -> None:
         """The one row stays until the call ends."""
 
-    def returned_cache(self, last_tokens: Tensor, last_slots: Tensor) -> Cache:
-        self._crop(int(last_slots[0]) + self.padding)
+    def returned_cache(self, tokens: Tensor, first: Tensor, is_uneven: bool) -> Cache:
+        self._crop(int(first[0]) + self.padding + tokens.shape[1])
         vars(self.source).update(vars(self.cache))
         return self.source
 

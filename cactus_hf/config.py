@@ -66,6 +66,11 @@ def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOpt
         ValueError: for options that contradict one another or cannot be read.
     """
     own = given(call, KEYWORDS)
+    for name in KEYWORDS[1:]:
+        if any(getattr(config, name, None) is not None for config in configs):
+            raise ValueError(
+                f"`{name}` stands in a generation config, which holds `cactus_delta` only: pass it in the call."
+            )
     _refuse_conflicts(call, configs)
     wants_kl = _checked_flag(own.get("speculation_kl", False))
     rule = own.get("acceptance_rule")

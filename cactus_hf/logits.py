@@ -195,7 +195,7 @@ def _checked(processor: Processor, result: Tensor, scores: Tensor) -> Tensor:
             f"The logits processor {name_of(processor)} was given scores of shape {list(scores.shape)} and returned "
             f"{list(result.shape)}: it must keep the shape."
         )
-    return result
+    return result.to(scores.dtype)
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

@@ -207,19 +207,14 @@ class RaggedCache(Cache):
             layer.states = states
         self.rows, self.retired = torch.arange(len(self.padding)), []
 
-    def give_back(self, cache: Cache, num_columns: int, num_slots: Tensor) -> Cache:
-        """Put `num_columns` columns of all R rows into `cache`, in place of what it held; zeros behind a row's end.
-
-        Args:
-            num_slots (`torch.Tensor` of shape [R], on the CPU): slots of each row that hold its text.
-        """
-        is_void = (torch.arange(num_columns) >= (self.padding + num_slots)[:, None])[:, None, :, None]
+    def give_back(self, cache: Cache, num_columns: int) -> Cache:
+        """Put `num_columns` columns of all R rows into `cache`, in place of what it held."""
         layers = list(self.layers)
         for number, layer in enumerate(self.layers):
             if isinstance(layer, RaggedLayer):
-                columns = (_columns(states, self.padding, num_columns) for states in layer.states)
-                mask = is_void.to(layer.keys.device)
-                layers[number] = layer.given_back([states.masked_fill(mask, 0) for states in columns])
+                layers[number] = layer.given_back(
+                    [_columns(states, self.padding, num_columns) for states in layer.states]
+                )
         cache.layers = layers
         return cache
 

@@ -104,10 +104,13 @@ class Sequences:
         """Go on with the active rows `index` (on the CPU) only."""
         self.activate(self.rows[index])
 
-    def last_tokens(self) -> tuple[Tensor, Tensor]:
-        """The last committed token [R, 1] of every row, and its position [R] on the CPU."""
-        last = (self.length - 1)[:, None]
-        return self.tokens.gather(1, last.to(self.tokens.device)), last[:, 0] - self.padding
+    def behind_ends(self) -> tuple[Tensor, Tensor, bool]:
+        """What plain decoding has read of rows from where the first of them ended: tokens [R, T], the same columns of
+        every row and at least one; the position of the first [R] on the CPU; and whether rows ended at different ones.
+        """
+        begin = min(int(self.length.min()) - 1, self.num_columns - 2)
+        is_uneven = bool((self.length != self.length[0]).any())
+        return self.output()[:, begin:-1], begin - self.padding, is_uneven
 
     def output(self) -> Tensor:
         """[R, columns of the longest row], padded on the right."""

@@ -28,6 +28,7 @@ from .stopping import Stopping
 from .validation import (
     check_cache,
     check_context,
+    check_decoder_padding,
     check_inputs,
     check_measurable,
     check_processors,
@@ -72,6 +73,7 @@ def speculate(
         check_measurable(options.rule)
     mask = inputs.get("decoder_attention_mask" if target.is_encoder_decoder else "attention_mask")
     padding = left_padding(mask, num_rows)
+    check_decoder_padding(target, padding)
     is_returned = bool(config.return_dict_in_generate)
     has_scores = is_returned and bool(config.output_scores)
     ranks = make_ranks(target, draft, synced_gpus, input_ids.device)
@@ -95,6 +97,8 @@ def speculate(
         inputs.pop(name, None)
     if not has_users_cache:  # the one that `generate()` made may not fit
         inputs.pop(target.cache_name, None)
+    if inputs_tensor is not None and len(inputs_tensor) < num_rows:  # the one thing that `generate()` does not repeat
+        inputs_tensor = inputs_tensor.repeat_interleave(num_rows // len(inputs_tensor), dim=0)
     prompts = Prompts(input_ids, padding, inputs, inputs_tensor)
     recorder = counters.Recorder(num_rows, options.speculation_kl)
     scores = TokenRows(num_rows) if has_scores else None
@@ -129,7 +133,7 @@ def speculate(
     block_processor.finish(sequences)
     cache = None
     if is_cache_returned and target_model is not None:
-        cache = target_model.returned_cache(*sequences.last_tokens())
+        cache = target_model.returned_cache(*sequences.behind_ends())
     if streamer is not None:
         streamer.end()
 

@@ -255,6 +255,15 @@ def check_measurable(rule: AcceptanceRule) -> None:
         )
 
 
+def check_decoder_padding(target: Host, padding: Tensor) -> None:
+    """Raises `ValueError` for texts of an encoder-decoder model that begin at different columns."""
+    if target.is_encoder_decoder and padding.any():
+        raise ValueError(
+            "`decoder_attention_mask` hides tokens: texts of an encoder-decoder model must all begin at the first "
+            "column. Call `generate()` once for each length of `decoder_input_ids`."
+        )
+
+
 def left_padding(mask: Tensor | None, num_rows: int) -> Tensor:
     """[R] on the CPU: padded columns of each row. Raises `ValueError` if `mask` [R, P] has other padding than left."""
     if mask is None:

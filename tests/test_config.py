@@ -58,3 +58,9 @@ def test_per_row_values_of_prompts_are_repeated():
     assert rule_for_rows(Cactus([0.1, 0.2]), 6, 3, cpu) == Cactus([0.1] * 3 + [0.2] * 3)
     assert rule_for_rows(Cactus([0.1] * 6), 6, 3, cpu) == Cactus([0.1] * 6)
     assert rule_for_rows(Cactus(0.1), 6, 3, cpu) == Cactus(0.1)
+
+
+@pytest.mark.parametrize("name", ("acceptance_rule", "speculation_kl", "generator"))
+def test_a_generation_config_holds_delta_only(name):
+    with pytest.raises(ValueError, match=f"{name}.*generation config.*in the call"):
+        make_options({"cactus_delta": 1.0}, [config(**{name: True})])

@@ -112,6 +112,28 @@ class TestText:
             )  # fmt: skip
         assert samples.shape == (3, 10) and len({tuple(row) for row in samples.tolist()}) == 3
 
+    def test_several_samples_of_several_sources(self):
+        """The encoder's input is the one thing that `generate()` does not repeat for them."""
+        target = cactus_hf.enable(bart())
+        with pytest.warns(UserWarning, match="one after another"):
+            samples = target.generate(
+                SOURCES[:2], attention_mask=MASK[:2], assistant_model=tiny.perturbed(target), do_sample=True, top_k=1,
+                cactus_delta=0.5, max_new_tokens=9, num_return_sequences=2, eos_token_id=None,
+            )  # fmt: skip
+        for source in range(2):
+            inputs = {"input_ids": SOURCES[source : source + 1], "attention_mask": MASK[source : source + 1]}
+            plain = target.generate(**inputs, **GREEDY | {"max_new_tokens": 9})
+            assert samples[2 * source].tolist() == samples[2 * source + 1].tolist() == plain[0].tolist()
+
+    def test_padded_decoder_prompts_are_refused(self):
+        target = cactus_hf.enable(t5())
+        ids, mask = torch.tensor([[0, 7, 8], [0, 0, 0]]), torch.tensor([[1, 1, 1], [0, 0, 1]])
+        with pytest.raises(ValueError, match="decoder_attention_mask.*first column"):
+            target.generate(
+                SOURCES[:2], decoder_input_ids=ids, decoder_attention_mask=mask, cactus_delta=1.0, **GREEDY,
+                assistant_model=tiny.model("llama"),
+            )  # fmt: skip
+
     def test_prompt_lookup(self):
         target = cactus_hf.enable(t5())
         plain = target.generate(SOURCES[:1], **GREEDY)

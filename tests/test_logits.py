@@ -84,3 +84,10 @@ def test_other_vocabularies():
     assert fit_vocabulary(logits, 2).tolist() == [[1.0, 2.0]]
     assert fit_vocabulary(logits, 4).tolist() == [[1.0, 2.0, 3.0, -torch.inf]]
     assert fit_vocabulary(logits, 3) is logits or torch.equal(fit_vocabulary(logits, 3), logits)
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16))
+def test_a_processor_may_return_another_precision(dtype):
+    logits = torch.randn(2, 2, 13)
+    processed = BlockProcessor([lambda ids, scores: (scores + 1).to(dtype)])(logits.clone(), sequences())
+    torch.testing.assert_close(processed, (logits + 1).to(dtype).float())

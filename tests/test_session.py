@@ -120,7 +120,7 @@ class TestReturnedCache:
     @pytest.mark.parametrize("is_useless", (False, True), ids=("good draft", "useless draft"))
     @pytest.mark.parametrize("place", (0, 3, 6))
     def test_rows_that_ended_early_are_in_it(self, pair, place, is_useless):
-        """Up to their last token, which the target has not read when a row ends at a token that is no draft."""
+        """The pads behind their end too: a next turn whose mask shows them finds what plain decoding has left."""
         target, draft = pair
         draft = tiny.ARCHITECTURES["qwen3"].build(seed=99) if is_useless else draft
         prompts = tiny.ragged_prompts()
@@ -132,11 +132,9 @@ class TestReturnedCache:
         ended = 17 + ours.speculation.emitted
         assert ended.min() < ended.max()
         for one, other in zip(plain[CACHE_NAME].layers, ours[CACHE_NAME].layers, strict=True):
-            for row, (length, pads) in enumerate(zip(ended.tolist(), (12, 0, 8, 15), strict=True)):
-                torch.testing.assert_close(
-                    one.keys[row, :, pads:length], other.keys[row, :, pads:length], atol=1e-4, rtol=1e-4
-                )
-                assert not other.keys[row, :, length:].any() and not other.values[row, :, length:].any()
+            for row, pads in enumerate((12, 0, 8, 15)):
+                for a, b in ((one.keys, other.keys), (one.values, other.values)):
+                    torch.testing.assert_close(a[row, :, pads:], b[row, :, pads:], atol=1e-4, rtol=1e-4)
 
 
 class Collecting:
