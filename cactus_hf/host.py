@@ -104,11 +104,6 @@ class Host:
         return is_croppable and not self.inner._is_stateful
 
     @property
-    def has_attention(self) -> bool:
-        """Whether any layer keeps keys and values."""
-        return any(isinstance(layer, DynamicLayer) for layer in self.own_cache().layers)
-
-    @property
     def is_replayed(self) -> bool:
         """Whether it keeps running states, which no cache can crop."""
         return self.config.model_type in support.REPLAYED

@@ -143,10 +143,3 @@ def test_a_model_without_a_list_of_layers():
     model.model.layers = torch.nn.Sequential(*model.model.layers)
     with pytest.raises(ValueError, match="form one list, which LlamaForCausalLM is not.*assistant_model"):
         check_early_exit(model, 1)
-
-
-def test_a_cut_that_leaves_no_attention_is_refused():
-    target = cactus_hf.enable(copy.copy(tiny.model("lfm2")))
-    assert target.config.layer_types[0] == "conv"
-    with pytest.raises(ValueError, match="assistant_early_exit=1.*no layer of attention"):
-        target.generate(torch.tensor([[5, 6]]), assistant_early_exit=1, cactus_delta=1.0, max_new_tokens=3)
