@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .config import KEYWORDS, SpeculationOptions, make_options
 from .early_exit import check_early_exit, first_layers
-from .host import METHODS, Host, keep_unknown_options, split_by_row
+from .host import METHODS, OPTIONS, Host, keep_unknown_options, split_by_row
 from .session import speculate
 from .sources import Sources
 from .validation import check_mode, check_models
@@ -23,8 +23,6 @@ from .wrappers import check_surroundings, unwrapped
 
 
 Model = TypeVar("Model")
-
-OPTIONS = "speculation_options"  # where our options travel on the generation config of one call
 
 
 def prepare_generation_config(

@@ -19,7 +19,8 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
 )
-from transformers.generation import PrefixConstrainedLogitsProcessor
+from transformers.generation import GenerationConfig, PrefixConstrainedLogitsProcessor
+from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import ModelOutput
@@ -37,6 +38,8 @@ CACHE_NAME = (
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "past_key_values"
 )
+OPTIONS = "speculation_options"  # where our options travel on the generation config of one call
+
 # The methods of transformers' classes that `enable` puts ours around, by the name of ours in `generation.py`
 METHODS = {
     "prepare_generation_config": (GenerationMixin, "_prepare_generation_config"),
@@ -195,7 +198,12 @@ class Host:
         return self.model(**prepared)
 
     def candidate_generator(
-        self, draft: Host | None, input_ids: Tensor, processors: Any, config: Any, inputs: dict[str, Any]
+        self,
+        draft: Host | None,
+        input_ids: Tensor,
+        processors: Any,
+        config: Any,
+        inputs: dict[str, Any],
     ) -> Any:
         """A new candidate generator of transformers, which reads this target's states."""
         return self.inner._get_candidate_generator(
@@ -205,6 +213,16 @@ class Host:
             logits_processor=processors,
             model_kwargs=inputs,
             assistant_model=None if draft is None else draft.inner,
+        )
+
+    def retokenising_generator(self, input_ids: Tensor, config: Any, tokenizers: tuple[Any, Any]) -> Any:
+        """A new candidate generator for which this model drafts text in a tokenizer of its own (the second one)."""
+        # Ids of the call's config are the target's, and its stop strings would want a tokenizer
+        settings = {name: getattr(config, name) for name in ("do_sample", "temperature", "top_k", "top_p")}
+        own = GenerationConfig(**settings, max_length=config.max_length, min_length=0)
+        tokenizer, own_tokenizer = tokenizers
+        return AssistedCandidateGeneratorDifferentTokenizers(
+            input_ids, self.inner, tokenizer, own_tokenizer, own, model_kwargs={}
         )
 
     def encoded(self, source: Tensor, attention_mask: Tensor | None) -> ModelOutput:

@@ -81,7 +81,7 @@ def speculate(
     max_length = min(config.max_length, stopping.max_length or config.max_length, MOST_COLUMNS)
     sources = Sources(target, draft, options, config, (tokenizer, assistant_tokenizer))
     check_context(target, prompt_length - padding, max_length - int(padding.min()))
-    check_ranks(ranks, sources.hosts.values(), sources.reads_states, config)
+    check_ranks(ranks, sources.hosts.values(), sources.needs_generator, config)
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
     length = sources.length
@@ -171,7 +171,7 @@ def _decode_all(
         _warn_row_by_row(sources)
     num_missing = ranks.most(num_rows) - num_rows  # rows that another process has more
     for row in range(num_rows):
-        is_whole = num_rows == 1 and not sources.reads_states
+        is_whole = num_rows == 1 and not sources.needs_generator
         target_model = start(prompts if is_whole else prompts.row(row), torch.tensor([row])).run()
     for _ in range(num_missing):
         again = prompts.row(row)

@@ -56,18 +56,25 @@ class Sources:
         self.reads_states = target.serves_states_to(draft, config)
         self.length = self._draft_length(options)
         self.generator: Any = None
+        self.tokenizers = tokenizers
         self.translation = None if draft is None or self.reads_states else _translation(draft, tokenizers)
+        self.is_retokenised = self.translation is not None and not self.translation.has_common_tokens
+
+    @property
+    def needs_generator(self) -> bool:
+        """Whether transformers drafts, for one row at a time."""
+        return self.reads_states or self.is_retokenised
 
     @property
     def hosts(self) -> dict[str, Host]:
         """The models whose rows have a cache of their own, by role."""
-        has_own_cache = self.draft is not None and not self.reads_states
+        has_own_cache = self.draft is not None and not self.needs_generator
         return {"target": self.target} | ({"draft": self.draft} if self.draft is not None and has_own_cache else {})
 
     @property
     def are_ragged(self) -> bool:
         """Whether all models can hold rows that grow at different speeds."""
-        return not self.reads_states and all(host.is_ragged for host in self.hosts.values())
+        return not self.needs_generator and all(host.is_ragged for host in self.hosts.values())
 
     def _draft_length(self, options: SpeculationOptions) -> DraftLength:
         if self.reads_states:
@@ -82,11 +89,15 @@ class Sources:
             self.generator = self.target.candidate_generator(
                 self.draft, prompts.input_ids, processors, self.config, prompts.inputs
             )
+        elif self.is_retokenised:
+            assert self.draft is not None
+            self.generator = self.draft.retokenising_generator(prompts.input_ids, self.config, self.tokenizers)
+            self.generator.generation_config.assistant_confidence_threshold = self.length.confidence_threshold
 
     @property
     def watched(self) -> dict[str, Any] | None:
         """Options of the target's forward pass that make it return what the generator reads."""
-        return None if self.generator is None else dict(self.generator.model_kwargs_overrides)
+        return None if self.generator is None else dict(getattr(self.generator, "model_kwargs_overrides", {}))
 
     def make(
         self,

@@ -29,9 +29,6 @@ class Translation:
     Args:
         tokenizer, draft_tokenizer (`PreTrainedTokenizerBase`): of the target and of the draft.
         draft_size (`int`): ids that the draft model has.
-
-    Raises:
-        ValueError: if they have no ordinary token in common.
     """
 
     def __init__(self, tokenizer: Any, draft_tokenizer: Any, draft_size: int):
@@ -43,11 +40,7 @@ class Translation:
         self.own_ids, self.longest = own_ids, max(map(len, own_ids), default=0)
         # The draft's id of each of the target's that has one
         self.ids = {i: own for i, text in self.ordinary.items() if (own := own_ids.get(text)) is not None}
-        if not self.ids:
-            raise ValueError(
-                "`tokenizer` and `assistant_tokenizer` have no token in common but special ones, so there is nothing "
-                "to draft: take a draft with a vocabulary more like the target's."
-            )
+        self.has_common_tokens = bool(self.ids)  # other than special ones
         special_ids = {text: i for i, text in own_special.items() if i < draft_size}
         self.ids |= {i: special_ids[text] for i, text in self.special.items() if text in special_ids}
         end, own_end = tokenizer.eos_token_id, draft_tokenizer.eos_token_id

@@ -207,12 +207,12 @@ def _cache_error(cause: str) -> ValueError:
     )
 
 
-def check_ranks(ranks: Ranks, hosts: Iterable[Host], reads_states: bool, config: hf.GenerationConfig) -> None:
+def check_ranks(ranks: Ranks, hosts: Iterable[Host], needs_generator: bool, config: hf.GenerationConfig) -> None:
     """Raises `ValueError` where several processes could not keep in step.
 
     Args:
         hosts (iterable of `Host`): the models whose rows have a cache of their own.
-        reads_states (`bool`): whether a generator of transformers drafts, which knows of one process only.
+        needs_generator (`bool`): whether a generator of transformers drafts, which knows of one process only.
     """
     replayed = next((host.name for host in hosts if host.is_replayed), None)
     if ranks.is_synced and replayed is not None:
@@ -230,7 +230,7 @@ def check_ranks(ranks: Ranks, hosts: Iterable[Host], reads_states: bool, config:
             "`assistant_early_exit` drafts with the first layers, which not all processes of a pipeline-parallel "
             "model have: pass `assistant_model=` or `prompt_lookup_num_tokens=`."
         )
-    if reads_states and (ranks.is_synced or ranks.groups):
+    if needs_generator and (ranks.is_synced or ranks.groups):
         raise ValueError(
             "Drafts that read the target's states are made for one process, but the target is spread over several: "
             f"pass {SOURCES}."

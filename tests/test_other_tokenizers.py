@@ -255,12 +255,30 @@ class TestDraft:
         assert texts[0] == texts[1]
 
 
-def test_nothing_in_common_is_refused_before_any_forward_pass(monkeypatch):
-    target, draft = (enabled(model) for model in tiny.pair("qwen3"))
-    for model in (target, draft):
-        monkeypatch.setattr(type(model), "__call__", lambda *args, **kwargs: pytest.fail("a forward pass ran"))
-    options = {"tokenizer": words("a", "b"), "assistant_tokenizer": words("c", "d")}
-    with pytest.raises(ValueError, match="no token in common"):
-        target.generate(
-            **tiny.ragged_prompts().inputs, assistant_model=draft, cactus_delta=0.0, max_new_tokens=4, **options
-        )
+class TestNothingInCommon:
+    """Then the draft's text is cut anew by the target's tokenizer: transformers' other way, for one row at a time."""
+
+    TOKENIZERS = {"tokenizer": tiny.byte_tokenizer(), "assistant_tokenizer": words(*(f"x{i} " for i in range(90)))}
+
+    @pytest.mark.parametrize("rows", (1, 3))
+    @pytest.mark.parametrize("extra", ({}, {"stop_strings": ["x", "q"], "bad_words_ids": [[200]]}), ids=("", "stops"))
+    @pytest.mark.filterwarnings("ignore:The rows of this batch are decoded one after another")
+    def test_greedy_text_is_plain(self, rows, extra):
+        target, draft = tiny.model("qwen3", vocab=260), enabled(tiny.model("llama", vocab=91))
+        prompts = tiny.ragged_prompts((9, 4, 7)[:rows], vocab=250)
+        tokenizer = {"tokenizer": self.TOKENIZERS["tokenizer"]} if extra else {}
+        config = draft.generation_config.to_dict(), draft.config.to_dict()
+        for _ in range(2):
+            texts = greedy(target, draft, prompts, **self.TOKENIZERS, **extra)
+            assert texts == plain(target, prompts, **tokenizer, **extra)
+        assert (draft.generation_config.to_dict(), draft.config.to_dict()) == config
+
+    def test_drafts_are_made_and_kept(self):
+        """A target that repeats what the draft says."""
+        target, draft = tiny.model("qwen3", vocab=260), tiny.model("llama", vocab=91)
+        output = enabled(target).generate(
+            **tiny.ragged_prompts((9,), vocab=250).inputs, assistant_model=draft, acceptance_rule=cactus_hf.TopK(259),
+            do_sample=True, top_k=0, max_new_tokens=40, eos_token_id=None, return_dict_in_generate=True,
+            num_assistant_tokens=3, **self.TOKENIZERS,
+        )  # fmt: skip
+        assert output.speculation.accepted_length > 1
