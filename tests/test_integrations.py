@@ -96,7 +96,9 @@ class TestCompiled:
         for _ in range(3):
             assert torch.equal(ours(*models.values(), prompts, **few), expected)
             num_graphs.append(counters["stats"]["unique_graphs"])
-        assert num_graphs[1] == num_graphs[2] < 8
+        assert (
+            num_graphs[1] == num_graphs[2] < 30
+        )  # 7 with torch 2.13, some 20 with 2.9, which breaks graphs more often
         # A wrapper around a target compiles calls of itself, and `generate()` is none, here as in plain generation
         assert (num_graphs[0] > 0) == (how != "wrapper")
 
