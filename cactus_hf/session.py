@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import generation as hf
 
 from . import counters, states
+from .acceptance import AcceptanceRule
 from .cached_model import CachedModel
 from .config import SpeculationOptions, rule_for_rows
 from .decoding import Decoder
@@ -20,20 +21,15 @@ from .outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput, TokenRo
 from .parameters import select_rows
 from .prefill import MOST_COLUMNS, Prompts, prefilled
 from .ragged_cache import UnequalRowsError
-from .randomness import NoUniforms, make_uniforms
+from .randomness import NoUniforms, Uniforms, make_uniforms
 from .ranks import Ranks, make_ranks
 from .sequences import Sequences
 from .sources import Sources
 from .stopping import Stopping
 from .validation import (
-    check_cache,
+    check_call,
     check_context,
-    check_decoder_padding,
-    check_inputs,
-    check_measurable,
-    check_processors,
     check_ranks,
-    left_padding,
 )
 
 
@@ -64,16 +60,7 @@ def speculate(
     input_ids = input_ids.long()
     num_rows, prompt_length = input_ids.shape
     num_sequences = config.num_return_sequences or 1
-    do_sample = bool(config.do_sample)
-
-    check_inputs(target, inputs, input_ids, streamer)
-    check_cache(inputs.get(target.cache_name), num_rows, prompt_length)
-    check_processors(processors)
-    if options.speculation_kl:
-        check_measurable(options.rule)
-    mask = inputs.get("decoder_attention_mask" if target.is_encoder_decoder else "attention_mask")
-    padding = left_padding(mask, num_rows)
-    check_decoder_padding(target, padding)
+    padding = check_call(target, inputs, input_ids, processors, streamer, options)
     is_returned = bool(config.return_dict_in_generate)
     has_scores = is_returned and bool(config.output_scores)
     ranks = make_ranks(target, draft, synced_gpus, input_ids.device)
@@ -86,100 +73,143 @@ def speculate(
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
     length = sources.length
     drafting = (draft is None, length.num_tokens, length.schedule == "constant", length.confidence_threshold > 0)
-    others = (max_length, bool(stopping.others), do_sample, options.speculation_kl)
+    others = (max_length, bool(stopping.others), bool(config.do_sample), options.speculation_kl)
     ranks.check_alike(input_ids, padding, drafting + others)
+    is_users_cache = target.is_users(inputs.get(target.cache_name))
+    session = Session(
+        target,
+        sources,
+        config,
+        Prompts(input_ids, padding, *_own_inputs(target, inputs, inputs_tensor, num_rows)),
+        Sequences(input_ids, padding, max_length, target.pad_token_id(config)),
+        rule if config.do_sample else None,
+        BlockProcessor.of_call(processors, input_ids, target.vocab_size),
+        LengthSchedule(length, num_rows),
+        stopping,
+        uniforms if config.do_sample else NoUniforms(),
+        counters.Recorder(num_rows, options.speculation_kl),
+        ranks,
+        streamer,
+        is_cache_returned=is_returned or is_users_cache,
+        scores=TokenRows(num_rows) if has_scores else None,
+        raw_logits=TokenRows(num_rows) if is_returned and config.output_logits else None,
+    )
+    return session.output(session.decode())
 
-    sequences = Sequences(input_ids, padding, max_length, target.pad_token_id(config))
-    block_processor = BlockProcessor.of_call(processors, input_ids, target.vocab_size)
-    has_users_cache = target.is_users(inputs.get(target.cache_name))
-    is_cache_returned = is_returned or has_users_cache
-    for name in ("output_attentions", "output_hidden_states"):  # of the finished text, see `states`
-        inputs.pop(name, None)
-    if not has_users_cache:  # the one that `generate()` made may not fit
-        inputs.pop(target.cache_name, None)
+
+def _own_inputs(
+    target: Host, inputs: dict[str, Any], inputs_tensor: Tensor | None, num_rows: int
+) -> tuple[dict[str, Any], Tensor | None]:
+    """The inputs of the forward pass, and of the encoder, as the loop wants them."""
+    # Attentions and hidden states are those of the finished text, see `states`
+    left_out = {"output_attentions", "output_hidden_states"}
+    if not target.is_users(inputs.get(target.cache_name)):  # the cache that `generate()` made may not fit
+        left_out.add(target.cache_name)
     if inputs_tensor is not None and len(inputs_tensor) < num_rows:  # the one thing that `generate()` does not repeat
         inputs_tensor = inputs_tensor.repeat_interleave(num_rows // len(inputs_tensor), dim=0)
-    prompts = Prompts(input_ids, padding, inputs, inputs_tensor)
-    recorder = counters.Recorder(num_rows, options.speculation_kl)
-    scores = TokenRows(num_rows) if has_scores else None
-    raw_logits = TokenRows(num_rows) if is_returned and config.output_logits else None
-    schedule = LengthSchedule(sources.length, num_rows)
+    return {name: value for name, value in inputs.items() if name not in left_out}, inputs_tensor
 
-    def start(prompts: Prompts, rows: Tensor) -> Decoder:
+
+@dataclass
+class Session:
+    """What a call keeps from its first row to its last; see [`Decoder`] for what its parts are."""
+
+    target: Host
+    sources: Sources
+    config: hf.GenerationConfig
+    prompts: Prompts
+    sequences: Sequences
+    rule: AcceptanceRule | None
+    processors: BlockProcessor
+    schedule: LengthSchedule
+    stopping: Stopping
+    uniforms: Uniforms
+    recorder: counters.Recorder
+    ranks: Ranks
+    streamer: Any
+    is_cache_returned: bool
+    scores: TokenRows | None
+    raw_logits: TokenRows | None
+
+    def decode(self) -> CachedModel | None:
+        """Decode all rows, together where the models can. Returns the target holding them, or `None` if it held one
+        after another.
+        """
+        num_rows = len(self.prompts.input_ids)
+        if self.sources.are_ragged:
+            try:
+                decoder = self._start(self.prompts, torch.arange(num_rows))
+            except UnequalRowsError:
+                pass  # it could not be told before the prompts were read
+            else:
+                return decoder.run()
+        if num_rows > 1:
+            self.prompts.check_separable()
+            _warn_row_by_row(self.sources)
+        num_missing = self.ranks.most(num_rows) - num_rows  # rows that another process has more
+        for row in range(num_rows):
+            is_whole = num_rows == 1 and not self.sources.needs_generator
+            prompts = self.prompts if is_whole else self.prompts.row(row)
+            target_model = self._start(prompts, torch.tensor([row])).run()
+        for _ in range(num_missing):
+            again = self.prompts.row(row)
+            again.inputs.pop(self.target.cache_name, None)
+            decoder = self._start(again, torch.tensor([row]))
+            decoder.has_finished = True  # only its passes matter, to that process
+            decoder.run()
+        return target_model if num_rows == 1 else None
+
+    def _start(self, prompts: Prompts, rows: Tensor) -> Decoder:
         """Read the prompts of `rows`, to be decoded together."""
-        sequences.activate(rows)
-        sources.prepare(prompts, block_processor.for_generators())
+        self.sequences.activate(rows)
+        self.sources.prepare(prompts, self.processors.for_generators())
         first_logits, target_model = prefilled(
-            target, prompts, config, is_cache_returned, sources.watched, ranks=ranks
+            self.target, prompts, self.config, self.is_cache_returned, self.sources.watched, ranks=self.ranks
         )
+        vocab_size = first_logits.shape[-1]
+        source = self.sources.make(prompts, self.sequences, target_model, self.processors, vocab_size, self.ranks)
         return Decoder(
             first_logits,
             target_model,
-            sources.make(prompts, sequences, target_model, block_processor, first_logits.shape[-1], ranks),
-            sequences,
-            select_rows(rule, rows) if do_sample else None,
-            block_processor,
-            schedule,
-            stopping,
-            uniforms if do_sample else NoUniforms(),
-            recorder,
-            ranks,
-            streamer,
-            scores,
-            raw_logits,
+            source,
+            self.sequences,
+            None if self.rule is None else select_rows(self.rule, rows),
+            self.processors,
+            self.schedule,
+            self.stopping,
+            self.uniforms,
+            self.recorder,
+            self.ranks,
+            self.streamer,
+            self.scores,
+            self.raw_logits,
         )
 
-    target_model = _decode_all(start, prompts, sources, ranks)
-    block_processor.finish(sequences)
-    cache = None
-    if is_cache_returned and target_model is not None:
-        cache = target_model.returned_cache(*sequences.behind_ends())
-    if streamer is not None:
-        streamer.end()
+    def output(self, target_model: CachedModel | None) -> SpeculativeOutput | SpeculativeEncoderDecoderOutput | Tensor:
+        """What `generate()` returns, now that all rows have ended."""
+        self.processors.finish(self.sequences)
+        cache = None
+        if self.is_cache_returned and target_model is not None:
+            cache = target_model.returned_cache(*self.sequences.behind_ends())
+        if self.streamer is not None:
+            self.streamer.end()
 
-    stats = recorder.stats()
-    counters.publish(stats)
-    text = sequences.output()
-    if not is_returned:
-        return text
-    kind = SpeculativeEncoderDecoderOutput if target.is_encoder_decoder else SpeculativeOutput
-    output = kind(
-        sequences=text,
-        scores=scores and scores.by_token(stats.emitted),
-        logits=raw_logits and raw_logits.by_token(stats.emitted),
-        **states.collect(target, text, prompt_length, config, inputs),
-        **{target.cache_name: cache},
-    )
-    output.speculation = stats
-    return output
-
-
-def _decode_all(
-    start: Callable[[Prompts, Tensor], Decoder], prompts: Prompts, sources: Sources, ranks: Ranks
-) -> CachedModel | None:
-    """Decode all rows, together where the models can; the target holding them, `None` if it held one after another."""
-    num_rows = len(prompts.input_ids)
-    if sources.are_ragged:
-        try:
-            decoder = start(prompts, torch.arange(num_rows))
-        except UnequalRowsError:
-            pass  # it could not be told before the prompts were read
-        else:
-            return decoder.run()
-    if num_rows > 1:
-        prompts.check_separable()
-        _warn_row_by_row(sources)
-    num_missing = ranks.most(num_rows) - num_rows  # rows that another process has more
-    for row in range(num_rows):
-        is_whole = num_rows == 1 and not sources.needs_generator
-        target_model = start(prompts if is_whole else prompts.row(row), torch.tensor([row])).run()
-    for _ in range(num_missing):
-        again = prompts.row(row)
-        again.inputs.pop(sources.target.cache_name, None)
-        decoder = start(again, torch.tensor([row]))
-        decoder.has_finished = True  # only its passes matter, to that process
-        decoder.run()
-    return target_model if num_rows == 1 else None
+        stats = self.recorder.stats()
+        counters.publish(stats)
+        text = self.sequences.output()
+        if not self.config.return_dict_in_generate:
+            return text
+        kind = SpeculativeEncoderDecoderOutput if self.target.is_encoder_decoder else SpeculativeOutput
+        prompt_length = self.prompts.input_ids.shape[1]
+        output = kind(
+            sequences=text,
+            scores=self.scores and self.scores.by_token(stats.emitted),
+            logits=self.raw_logits and self.raw_logits.by_token(stats.emitted),
+            **states.collect(self.target, text, prompt_length, self.config, self.prompts.inputs),
+            **{self.target.cache_name: cache},
+        )
+        output.speculation = stats
+        return output
 
 
 def _warn_row_by_row(sources: Sources) -> None:

@@ -17,14 +17,13 @@ from .processor_kinds import FOR_OTHER_MODELS, is_among
 
 
 if TYPE_CHECKING:
+    from .config import SpeculationOptions
     from .host import Host
     from .ranks import Ranks
 
 # Padding of one family's vocabularies differs by less; a larger difference means different tokenizers
 MAX_VOCABULARY_PADDING = 1024
 SOURCES = "`assistant_model=`, a smaller model; `assistant_early_exit=`; or `prompt_lookup_num_tokens=`"
-
-
 # Options that choose a decoding method which is fetched from the Hub
 OTHER_METHODS = {
     "penalty_alpha": "contrastive search",
@@ -134,6 +133,26 @@ def check_context(target: Host, prompt_lengths: Tensor, longest: int) -> None:
             f"context, so that drafts cannot be verified as plain decoding would go on, and a row may come to "
             f"{longest} tokens here. Lower `max_new_tokens`."
         )
+
+
+def check_call(
+    target: Host,
+    inputs: dict[str, Any],
+    input_ids: Tensor,
+    processors: Any,
+    streamer: Any,
+    options: SpeculationOptions,
+) -> Tensor:
+    """Raises `ValueError` for what a call cannot have. Returns [R] on the CPU: padded columns of each row."""
+    check_inputs(target, inputs, input_ids, streamer)
+    check_cache(inputs.get(target.cache_name), *input_ids.shape)
+    check_processors(processors)
+    if options.speculation_kl:
+        check_measurable(options.rule)
+    mask = inputs.get("decoder_attention_mask" if target.is_encoder_decoder else "attention_mask")
+    padding = left_padding(mask, len(input_ids))
+    check_decoder_padding(target, padding)
+    return padding
 
 
 def check_inputs(target: Host, inputs: dict[str, Any], input_ids: Tensor, streamer: Any) -> None:
