@@ -53,8 +53,7 @@ def launch(launcher: tuple[str, ...], *arguments: str | Path) -> str:
             process.terminate()  # the launcher ends what it started; a kill would leave that behind
             pytest.fail(f"the processes hang: {process.communicate()[1][-4000:]}")
     assert process.returncode == 0, stderr[-6000:]
-    # In torch 2.9 gloo greets, from two processes at a time
-    return "\n".join(line for line in stdout.splitlines() if line and not line.startswith("[Gloo]"))
+    return stdout
 
 
 @pytest.fixture(scope="module")
@@ -179,4 +178,5 @@ class TestSharedPrompts:
         script = folder / "share_prompts.py"
         script.write_text(code[1])
         printed = launch(launcher, script, folder / "target", folder / "draft", *PROMPTS)
-        assert printed.splitlines() == expected
+        # In torch 2.9 gloo greets first, from two processes at a time, in pieces of lines
+        assert printed.splitlines()[-len(expected) :] == expected
