@@ -1,6 +1,7 @@
 """Transformers' own candidate generators as sources of drafts, for one row.
 
-They serve drafts that read the target's states: multi-token prediction layers, DFlash, and Gemma 4 assistants.
+They serve drafts that read the target's states (multi-token prediction layers, DFlash, Gemma 4 assistants), and those
+whose tokenizer shares no token with the target's.
 """
 
 from __future__ import annotations

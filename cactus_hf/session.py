@@ -162,7 +162,7 @@ class Session:
     def _start(self, prompts: Prompts, rows: Tensor) -> Decoder:
         """Read the prompts of `rows`, to be decoded together."""
         self.sequences.activate(rows)
-        self.sources.prepare(prompts, self.processors.for_generators())
+        self.sources.prepare(prompts, self.processors)
         first_logits, target_model = prefilled(
             self.target, prompts, self.config, self.is_cache_returned, self.sources.watched, ranks=self.ranks
         )

@@ -83,11 +83,11 @@ class Sources:
             return DraftLength(self.config.prompt_lookup_num_tokens)
         return options.draft_length(given(self.draft.inner.generation_config, list(LENGTH_KEYWORDS)))
 
-    def prepare(self, prompts: Prompts, processors: hf.LogitsProcessorList) -> None:
+    def prepare(self, prompts: Prompts, processors: BlockProcessor) -> None:
         """To be called before the target reads the prompts."""
         if self.reads_states:
             self.generator = self.target.candidate_generator(
-                self.draft, prompts.input_ids, processors, self.config, prompts.inputs
+                self.draft, prompts.input_ids, processors.for_generators(), self.config, prompts.inputs
             )
         elif self.is_retokenised:
             assert self.draft is not None

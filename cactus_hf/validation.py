@@ -251,8 +251,8 @@ def check_ranks(ranks: Ranks, hosts: Iterable[Host], needs_generator: bool, conf
         )
     if needs_generator and (ranks.is_synced or ranks.groups):
         raise ValueError(
-            "Drafts that read the target's states are made for one process, but the target is spread over several: "
-            f"pass {SOURCES}."
+            "Drafts that read the target's states, or share no token with it, are made for one process, but there are "
+            f"several: pass {SOURCES}."
         )
 
 

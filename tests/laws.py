@@ -6,6 +6,8 @@ A correct sampler fails a comparison of frequencies with probability `LEVEL` or 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import torch
 from rounds import round_law
@@ -72,3 +74,25 @@ def assert_follows(counts: Tensor, law: Tensor) -> None:
         degrees -= 1
     chance = torch.special.gammaincc(*torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64))
     assert chance > LEVEL
+
+
+def assert_next_tokens_follow(target: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Vocabulary 8, delta 0: the second and the third token of 400 texts have the target's law.
+
+    For sources that draft for one row at a time, whose texts are too slow for more. `options` say what drafts.
+    """
+    torch.manual_seed(7)
+    tokens = target.generate(
+        torch.tensor([[3, 5, 2, 6]]), **options, do_sample=True, cactus_delta=0.0, max_new_tokens=3, eos_token_id=None,
+        pad_token_id=0, num_return_sequences=400,
+    )  # fmt: skip
+    texts = torch.tensor([[3, 5, 2, 6, first, second] for first, second in product(range(8), repeat=2)])
+    with torch.no_grad():
+        laws = target(texts).logits[:, 3:].double().softmax(-1).view(8, 8, 3, 8)
+    joint = laws[0, 0, 0, :, None] * laws[:, 0, 1]  # of the first two tokens
+    second, third = joint.sum(0), torch.einsum("ab,abc->c", joint, laws[:, :, 2])
+    for column, law in ((5, second), (6, third)):
+        counts, expected = torch.bincount(tokens[:, column], minlength=8).double(), 400 * law
+        statistic = ((counts - expected) ** 2 / expected).sum()
+        assert expected.min() > 5
+        assert torch.special.gammaincc(torch.tensor(3.5).double(), statistic / 2) > 1e-4

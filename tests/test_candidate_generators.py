@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from itertools import product
 
+import laws
 import pytest
 import torch
 import transformers
@@ -118,21 +118,7 @@ def test_greedy_text_is_plain(drafting, kind, lengths, num_drafts):
 def test_the_law_is_the_targets(drafting, kind):
     """Vocabulary 8, delta 0: the second and the third token have the target's law, though the draft is a bad one."""
     target, options = drafting(kind, vocab=8, logit_scale=0.8)
-    torch.manual_seed(7)
-    tokens = target.generate(
-        torch.tensor([[3, 5, 2, 6]]), **options, do_sample=True, cactus_delta=0.0, max_new_tokens=3, eos_token_id=None,
-        pad_token_id=0, num_return_sequences=400,
-    )  # fmt: skip
-    texts = torch.tensor([[3, 5, 2, 6, first, second] for first, second in product(range(8), repeat=2)])
-    with torch.no_grad():
-        laws = target(texts).logits[:, 3:].double().softmax(-1).view(8, 8, 3, 8)
-    joint = laws[0, 0, 0, :, None] * laws[:, 0, 1]  # of the first two tokens
-    second, third = joint.sum(0), torch.einsum("ab,abc->c", joint, laws[:, :, 2])
-    for column, law in ((5, second), (6, third)):
-        counts, expected = torch.bincount(tokens[:, column], minlength=8).double(), 400 * law
-        statistic = ((counts - expected) ** 2 / expected).sum()
-        assert expected.min() > 5
-        assert torch.special.gammaincc(torch.tensor(3.5).double(), statistic / 2) > 1e-4
+    laws.assert_next_tokens_follow(target, options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -282,3 +282,14 @@ class TestNothingInCommon:
             num_assistant_tokens=3, **self.TOKENIZERS,
         )  # fmt: skip
         assert output.speculation.accepted_length > 1
+
+    @pytest.mark.filterwarnings("ignore:The rows of this batch are decoded one after another")
+    def test_the_law_is_the_targets(self):
+        """The draft writes pairs of the target's words, which it would not have drawn itself."""
+        target = enabled(tiny.vocabulary8(0, logit_scale=0.8))
+        pairs = words("<unk>", *(f"{a} {b}" for a in "abcd" for b in "efgh"))
+        options = {
+            "assistant_model": tiny.model("qwen3", vocab=17), "tokenizer": words(*"abcdefgh"),
+            "assistant_tokenizer": pairs, "num_assistant_tokens": 2,
+        }  # fmt: skip
+        laws.assert_next_tokens_follow(target, options)
