@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+MOST_PENDING = 64  # rounds that a recorder gathers before it counts them
 
 
 class TokenKind(IntEnum):
@@ -107,6 +110,13 @@ class Round(NamedTuple):
     is_boosted: Tensor  # [B, m], bool
     divergence: Tensor  # [3, B, m]: ball KL, emitted KL, emitted TV
 
+    @classmethod
+    def joined(cls, rounds: Sequence[Round]) -> Round:
+        """Several rounds as one, in which a row stands as often as it took part; shorter ones are filled up."""
+        widths = [round.tokens.shape[1] for round in rounds]
+        missing = [max(widths) - width for width in widths]
+        return cls(*(_joined(values, missing) for values in zip(*rounds, strict=True)))
+
     def is_in(self, count: Tensor) -> Tensor:
         """[B, m + 1]: whether a place in the block is among the first `count` [B]."""
         return torch.arange(self.tokens.shape[1]) < count[:, None]
@@ -119,9 +129,17 @@ class Round(NamedTuple):
         return kinds.to(torch.int8)
 
 
+def _joined(values: Sequence[Tensor], missing: Sequence[int]) -> Tensor:
+    """One field of several rounds; `missing` columns are filled up where it has any."""
+    if values[0].dim() == 1:
+        return torch.cat(list(values))
+    padded = [torch.nn.functional.pad(v, (0, n)) if n else v for v, n in zip(values, missing, strict=True)]
+    return torch.cat(padded, dim=-2)
+
+
 @dataclass
 class Recorder:
-    """Adds up rounds into [`SpeculationStats`].
+    """Adds up rounds into [`SpeculationStats`], many at a time, as a round of small models takes hardly longer.
 
     Args:
         num_rows (`int`): R.
@@ -135,9 +153,10 @@ class Recorder:
         self.drafted, self.verified, self.accepted, self.emitted, self.rounds = (
             torch.zeros(self.num_rows, dtype=torch.long) for _ in range(5)
         )
-        self.by_position: list[Tensor] = []  # [R] for each position drafted so far
+        self.by_position = torch.zeros(self.num_rows, 0, dtype=torch.long)
         self.kinds = torch.full((self.num_rows, 1), int(TokenKind.PAD), dtype=torch.int8)
         self.divergence = torch.zeros(3, self.num_rows, dtype=torch.float64)
+        self.pending: list[tuple[Round, Tensor]] = []  # with the number [B] of tokens that each row had before
 
     def add_first(self, rows: Tensor, num_emitted: Tensor) -> None:
         """The token drawn behind the prompt belongs to no round."""
@@ -145,35 +164,45 @@ class Recorder:
         self.emitted[rows] += num_emitted
 
     def add(self, round: Round) -> None:
+        self.pending.append((round, self.emitted[round.rows]))
+        self.emitted[round.rows] += round.num_emitted
+        if len(self.pending) == MOST_PENDING:
+            self._settle()
+
+    def last_kinds(self, count: int) -> Tensor:
+        """[count]: the [`TokenKind`] of the last tokens of the first row."""
+        self._settle()
+        end = int(self.emitted[0])
+        return self.kinds[0, end - count : end]
+
+    def _settle(self) -> None:
+        """Count the rounds that are pending."""
+        if not self.pending:
+            return
+        rounds, begins = zip(*self.pending, strict=True)
+        self.pending = []
+        round, begin = Round.joined(rounds), torch.cat(begins)
         # A row that ended inside the block has nothing behind its end, drafts included
         accepted, verified = (torch.minimum(n, round.num_emitted) for n in (round.num_accepted, round.num_drafted))
-        self.accepted[round.rows] += accepted
-        self.verified[round.rows] += verified
-        self.drafted[round.rows] += torch.where(round.has_ended, verified, round.num_drafted)
-        self.rounds[round.rows] += 1
-        self.divergence[:, round.rows] += round.divergence.where(round.is_in(verified)[:, :-1], 0.0).sum(-1)
-        self._add_positions(round.rows, round.is_in(accepted)[:, :-1])
-        self._add_kinds(round)
-        self.emitted[round.rows] += round.num_emitted
+        self.accepted.index_add_(0, round.rows, accepted)
+        self.verified.index_add_(0, round.rows, verified)
+        self.drafted.index_add_(0, round.rows, torch.where(round.has_ended, verified, round.num_drafted))
+        self.rounds.index_add_(0, round.rows, torch.ones_like(accepted))
+        divergence = round.divergence.where(round.is_in(verified)[:, :-1], 0.0).sum(-1)
+        self.divergence.index_add_(1, round.rows, divergence)
+        is_kept = round.is_in(accepted)[:, :-1].long()
+        self.by_position = _widened(self.by_position, is_kept.shape[1], 0)
+        self.by_position[:, : is_kept.shape[1]].index_add_(0, round.rows, is_kept)
+        self._settle_kinds(round, begin)
 
-    def _add_positions(self, rows: Tensor, is_kept: Tensor) -> None:
-        while len(self.by_position) < is_kept.shape[1]:
-            self.by_position.append(torch.zeros(self.num_rows, dtype=torch.long))
-        for position, kept in zip(self.by_position, is_kept.unbind(1), strict=False):  # rounds may be shorter
-            position[rows] += kept
-
-    def _add_kinds(self, round: Round) -> None:
-        missing = int((self.emitted[round.rows] + round.num_emitted).max()) - self.kinds.shape[1]
-        if missing > 0:
-            more = (0, max(missing, self.kinds.shape[1]))
-            self.kinds = torch.nn.functional.pad(self.kinds, more, value=int(TokenKind.PAD))
+    def _settle_kinds(self, round: Round, begin: Tensor) -> None:
+        self.kinds = _widened(self.kinds, int(self.emitted.max()), int(TokenKind.PAD))
         is_emitted = round.is_in(round.num_emitted)
         batch, place = is_emitted.nonzero(as_tuple=True)
-        row = round.rows[batch]
-        self.kinds[row, self.emitted[row] + place] = round.kinds()[is_emitted]
+        self.kinds[round.rows[batch], begin[batch] + place] = round.kinds()[is_emitted]
 
     def stats(self) -> SpeculationStats:
-        by_position = torch.stack(self.by_position, 1) if self.by_position else torch.zeros(self.num_rows, 0).long()
+        self._settle()
         ball, kl, tv = self.divergence
         return SpeculationStats(
             self.drafted,
@@ -181,12 +210,18 @@ class Recorder:
             self.accepted,
             self.emitted,
             self.rounds,
-            by_position,
+            self.by_position,
             self.kinds[:, : int(self.emitted.max())],
             ball,
             kl if self.with_emitted else None,
             tv if self.with_emitted else None,
         )
+
+
+def _widened(values: Tensor, num_columns: int, fill: int) -> Tensor:
+    """With `num_columns` columns at least, the new ones holding `fill`."""
+    missing = num_columns - values.shape[1]
+    return values if missing <= 0 else torch.nn.functional.pad(values, (0, missing), value=fill)
 
 
 _TRACKED: ContextVar[list[SpeculationStats] | None] = ContextVar("cactus_hf_tracked", default=None)

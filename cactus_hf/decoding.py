@@ -178,9 +178,9 @@ class Decoder:
         """Hand out what was committed, and let finished rows go."""
         if self.streamer is not None:
             count = int(round.num_emitted[0])
-            tokens, end = round.tokens[0, :count], int(self.recorder.emitted[0])
+            tokens = round.tokens[0, :count]
             if hasattr(self.streamer, "put_block"):
-                self.streamer.put_block(tokens, self.recorder.kinds[0, end - count : end])
+                self.streamer.put_block(tokens, self.recorder.last_kinds(count))
             else:
                 for token in tokens.split(1):  # one by one, as plain decoding puts them
                     self.streamer.put(token)

@@ -11,7 +11,7 @@ from .logits import BlockProcessor
 from .ranks import ALONE, Ranks
 from .reading import Reader
 from .sequences import Sequences
-from .verification import draw
+from .probabilities import draw
 
 
 class Drafts(NamedTuple):

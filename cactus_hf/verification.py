@@ -15,6 +15,7 @@ from torch import Tensor
 from .acceptance import AcceptanceRule, Drafted, SpeculativeSampling
 from .checks import bad_target_error, check_block, check_draft_lengths, check_uniforms, warn_bad_draft
 from .parameters import move_rule
+from .probabilities import Normaliser, draw, normalise, row_probs, token_logits, widened
 
 
 class Verification(NamedTuple):
@@ -111,52 +112,42 @@ def verify_block(
     rule: AcceptanceRule,
     draft_lengths: Tensor,
     uniforms: Tensor,
+    draft_normaliser: Normaliser | None = None,
 ) -> Verification:
     """
     [`verify`] without its checks and without waiting for the device: all tensors on one device, `draft_lengths` int64.
 
-    Of each position it reads the normaliser and the drafted token's logit, and of each sequence one whole row.
+    Of each position it reads the normaliser and the drafted token's logit, and of each sequence one whole row. A draft
+    that has kept the `draft_normaliser` `[B, m]` of its rows spares them the reading.
     """
     num_drafted = draft_tokens.shape[1]
     position = torch.arange(num_drafted, device=draft_tokens.device)
     is_drafted = position < draft_lengths.unsqueeze(1)
     tokens = draft_tokens.long().masked_fill(~is_drafted, 0)
 
-    target = _normalise(target_logits)
-    target_prob = _token_prob(target_logits, target, tokens)
+    target = normalise(target_logits)
+    up_to_last = Normaliser(target.peak[:, :num_drafted], target.total[:, :num_drafted])
+    target_prob = up_to_last.probability(token_logits(target_logits, tokens))
     if draft_logits is None:
         draft, lengths, draft_prob = None, draft_lengths, torch.ones_like(target_prob)
     else:
-        draft = _normalise(draft_logits)
-        is_drafted = (is_drafted & draft.peak.isfinite()).long().cumprod(1).bool()
-        lengths, draft_prob = is_drafted.sum(1), _token_prob(draft_logits, draft, tokens)
+        draft = draft_normaliser or normalise(draft_logits)
+        lengths = _num_leading(is_drafted & draft.peak.isfinite())
+        draft_prob = draft.probability(token_logits(draft_logits, tokens))
     entropy, rank = _entropy_and_rank(rule.needs, target_logits[:, :num_drafted], tokens)
     drafted = Drafted(target_prob, draft_prob, entropy, rank)
 
     tests = uniforms[:, :num_drafted].double()
-    is_kept = is_drafted & target.peak[:, :num_drafted].isfinite() & (tests < rule.accept(drafted))
-    num_accepted = is_kept.long().cumprod(1).sum(1)
+    is_kept = up_to_last.peak.isfinite() & (tests < rule.accept(drafted))
+    num_accepted = torch.minimum(_num_leading(is_kept), lengths)
     is_rejected = num_accepted < lengths
-    num_verified = num_accepted + is_rejected.long()
-    is_accepted = position < num_accepted.unsqueeze(1)
+    num_verified = num_accepted + is_rejected
 
-    weights = _row_probs(target_logits, target, num_accepted)
-    if num_drafted > 0:
-        # The first rejection; in a row without one any position will do, as its residual is not used.
-        at = num_accepted.clamp(max=num_drafted - 1)
-        token = tokens.gather(1, at.unsqueeze(1))
-        if draft_logits is None or draft is None:
-            draft_probs = torch.zeros_like(weights).scatter_(1, token, 1.0)
-        else:
-            dtype = torch.promote_types(weights.dtype, draft_logits.dtype)
-            draft_probs = _row_probs(draft_logits, draft, at).to(dtype)
-            # A rule that compares the laws rejects only if p_n > q_n. The rows are rounded otherwise than the scalars
-            # that decided; where they disagree, n itself would be drawn again.
-            at_least = weights.gather(1, token)
-            draft_probs.scatter_(1, token, torch.maximum(draft_probs.gather(1, token), at_least))
-        residual = rule.residual(weights, draft_probs, _select(drafted, at))
-        is_residual = is_rejected & (residual.sum(-1) > 0)
-        weights = torch.where(is_residual.unsqueeze(1), residual, weights)
+    weights = row_probs(target_logits, target, num_accepted)
+    # A GPU cannot be asked, but on a CPU a round that keeps all drafts needs none of their rows
+    if num_drafted > 0 and not (is_rejected.is_cpu and not is_rejected.any()):
+        at = num_accepted.clamp(max=num_drafted - 1)  # the first rejection, or a row whose residual is not used
+        weights = _replacement(weights, tokens, draft_logits, draft, rule, drafted, at, is_rejected)
     next_token = draw(weights, uniforms[:, num_drafted])
 
     is_lossless = tests < SpeculativeSampling().accept(drafted)
@@ -164,12 +155,38 @@ def verify_block(
     return Verification(
         num_accepted=num_accepted,
         next_token=next_token,
-        is_boosted=is_accepted & ~is_lossless,
+        is_boosted=(position < num_accepted.unsqueeze(1)) & ~is_lossless,
         ball_kl=ball_kl.where(position < num_verified.unsqueeze(1), 0.0),
         num_verified=num_verified,
         draft_lengths=lengths,
         bad_target=_first_bad_target(target.peak, draft_lengths, num_accepted),
     )
+
+
+def _replacement(
+    target_probs: Tensor,
+    tokens: Tensor,
+    draft_logits: Tensor | None,
+    draft: Normaliser | None,
+    rule: AcceptanceRule,
+    drafted: Drafted,
+    at: Tensor,
+    is_rejected: Tensor,
+) -> Tensor:
+    """Weights `[B, V]` of the next token: the residual where the draft at position `at` `[B]` was rejected, else q."""
+    token = tokens.gather(1, at.unsqueeze(1))
+    if draft_logits is None or draft is None:
+        draft_probs = torch.zeros_like(target_probs).scatter_(1, token, 1.0)
+    else:
+        dtype = torch.promote_types(target_probs.dtype, draft_logits.dtype)
+        draft_probs = row_probs(draft_logits, draft, at).to(dtype)
+        # A rule that compares the laws rejects only if p_n > q_n. The rows are rounded otherwise than the scalars
+        # that decided; where they disagree, n itself would be drawn again.
+        at_least = target_probs.gather(1, token)
+        draft_probs.scatter_(1, token, torch.maximum(draft_probs.gather(1, token), at_least))
+    residual = rule.residual(target_probs, draft_probs, _select(drafted, at))
+    is_residual = is_rejected & (residual.sum(-1) > 0)
+    return torch.where(is_residual.unsqueeze(1), residual, target_probs)
 
 
 def match_greedy(target_logits: Tensor, draft_tokens: Tensor, draft_lengths: Tensor) -> Verification:
@@ -183,7 +200,7 @@ def match_greedy(target_logits: Tensor, draft_tokens: Tensor, draft_lengths: Ten
     position = torch.arange(num_drafted, device=draft_tokens.device)
     peak, best = target_logits.max(-1)
     is_kept = (draft_tokens == best[:, :num_drafted]) & (position < draft_lengths.unsqueeze(1))
-    num_accepted = is_kept.long().cumprod(1).sum(1)
+    num_accepted = _num_leading(is_kept)
     return Verification(
         num_accepted=num_accepted,
         next_token=best.gather(1, num_accepted.unsqueeze(1)).squeeze(1),
@@ -195,69 +212,9 @@ def match_greedy(target_logits: Tensor, draft_tokens: Tensor, draft_lengths: Ten
     )
 
 
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """
-    Draws one index a row in proportion to the weights, by inverting their cumulative sum (in float64) at one uniform.
-
-    Args:
-        weights (`Tensor` of shape `[B, V]`):
-            Weights, 0 or more, of any sum above 0. An index of weight 0 is never drawn.
-        uniforms (`Tensor` of shape `[B]`):
-            Numbers in [0, 1).
-
-    Returns:
-        `Tensor` of shape `[B]`, int64.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from cactus_hf.verification import draw
-    >>> draw(torch.tensor([[0.0, 1.0, 3.0]]).expand(3, 3), torch.tensor([0.0, 0.24, 0.26]))
-    tensor([1, 1, 2])
-
-    ```
-    """
-    cumulative = weights.to(torch.float64, copy=True).cumsum_(-1)
-    total = cumulative[:, -1]
-    # `uniforms * total` may round up to the total, above which there is nothing.
-    threshold = torch.minimum(uniforms.double() * total, total.nextafter(torch.zeros_like(total)))
-    index = torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).clamp_(max=weights.shape[-1] - 1)
-    # A parallel scan can round the sum up at an index of weight 0. Once in 10^15 draws or so, take the largest weight.
-    is_drawable = weights.gather(-1, index) > 0
-    return torch.where(is_drawable, index, weights.argmax(-1, keepdim=True)).squeeze(-1)
-
-
-class _Normaliser(NamedTuple):
-    """What turns the logits of each row into probabilities: exp(logit - peak) / total."""
-
-    peak: Tensor  # [B, m] float64; finite just where the row is a law, as NaN and +inf come through
-    total: Tensor  # [B, m] float64
-
-
-def _normalise(logits: Tensor) -> _Normaliser:
-    """Sums in float32 (float64 logits in float64), by way of one temporary copy of the logits."""
-    peak = logits.amax(-1, keepdim=True)
-    total = (logits - _widen(peak)).exp_().sum(-1)
-    return _Normaliser(peak.squeeze(-1).double(), total.double())
-
-
-def _token_prob(logits: Tensor, normaliser: _Normaliser, tokens: Tensor) -> Tensor:
-    """Probabilities `[B, m]` of `tokens`, in float64: they are few, and float32 would round small ones to 0."""
-    peak, total = (field[:, : tokens.shape[1]] for field in normaliser)
-    token_logits = logits[:, : tokens.shape[1]].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return torch.exp(token_logits.double() - peak) / total
-
-
-def _row_probs(logits: Tensor, normaliser: _Normaliser, at: Tensor) -> Tensor:
-    """Probabilities `[B, V]` of the row at position `at[b]` of each sequence, in float32 or float64."""
-    row = _widen(logits[torch.arange(len(at), device=at.device), at])
-    peak, total = (field.gather(1, at.unsqueeze(1)).to(row.dtype) for field in normaliser)
-    return row.sub_(peak).exp_().div_(total)  # in place, as the indexing made a copy
-
-
-def _widen(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
+def _num_leading(flags: Tensor) -> Tensor:
+    """How many of the flags [B, m] are set before the first that is not."""
+    return flags.long().cumprod(1).sum(1)
 
 
 def _select(drafted: Drafted, at: Tensor) -> Drafted:
@@ -269,7 +226,7 @@ def _entropy_and_rank(needs: frozenset[str], logits: Tensor, tokens: Tensor) -> 
     """Entropy in nats of each target row, and the number of tokens above the drafted one, if the rule needs them."""
     entropy = rank = None
     if "entropy" in needs:
-        entropy = torch.special.entr(_widen(logits).softmax(-1)).sum(-1).double()
+        entropy = torch.special.entr(widened(logits).softmax(-1)).sum(-1).double()
     if "rank" in needs:
         rank = (logits > logits.gather(-1, tokens.unsqueeze(-1))).sum(-1)
     return entropy, rank
@@ -287,9 +244,11 @@ def _binary_kl(raised_prob: Tensor, target_prob: Tensor) -> Tensor:
 
 def _first_bad_target(peak: Tensor, draft_lengths: Tensor, num_accepted: Tensor) -> Tensor:
     """Position of the first target row that holds NaN or +inf, or that is reached and empty; -1 if there is none."""
+    is_law = peak.isfinite()
+    if is_law.is_cpu and is_law.all():
+        return torch.full_like(num_accepted, -1)
     position = torch.arange(peak.shape[1], device=peak.device)
     # An empty row behind a rejection is no fault: a grammar allows nothing after a token that it forbids.
-    is_empty = (peak == -torch.inf) & (position <= num_accepted.unsqueeze(1))
-    is_broken = (peak.isnan() | (peak == torch.inf)) & (position <= draft_lengths.unsqueeze(1))
-    is_bad = is_empty | is_broken
+    last = torch.where(peak == -torch.inf, num_accepted.unsqueeze(1), draft_lengths.unsqueeze(1))
+    is_bad = ~is_law & (position <= last)
     return torch.where(is_bad.any(1), is_bad.to(torch.uint8).argmax(1), -1)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
 from cactus_hf.parameters import move_rule
-from cactus_hf.verification import Verification, draw, match_greedy, verify, verify_block
+from cactus_hf.probabilities import draw
+from cactus_hf.verification import Verification, match_greedy, verify, verify_block
 
 
 INF = math.inf

@@ -15,7 +15,8 @@ from torch import Tensor
 from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance, gamma
 from cactus_hf.law import emitted_law
 from cactus_hf.parameters import select_rows
-from cactus_hf.verification import draw, verify, verify_block
+from cactus_hf.probabilities import draw
+from cactus_hf.verification import verify, verify_block
 
 
 INF = math.inf
@@ -138,7 +139,7 @@ def pool(law: Tensor, num_bins: int) -> Tensor:
 def test_law_of_draws_over_a_real_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """V of GPT-2, 10^5 draws, rows with and without a draft and with two budgets, pooled to 49 bins of 100 or more."""
     module = importlib.import_module("cactus_hf.verification")  # the package's attribute of that name is the function
-    normalise, row_probs = module._normalise, module._row_probs
+    normalise, row_probs = module.normalise, module.row_probs
 
     # The batch is one sequence expanded: what depends on the logits alone is done for the first, which gives the same
     # numbers at many times the speed.
@@ -151,8 +152,8 @@ def test_law_of_draws_over_a_real_vocabulary(monkeypatch: pytest.MonkeyPatch) ->
         every = torch.arange(logits.shape[1])
         return row_probs(logits[: len(every)], normaliser, every).index_select(0, at)
 
-    monkeypatch.setattr(module, "_normalise", normalise_once)
-    monkeypatch.setattr(module, "_row_probs", row_probs_once)
+    monkeypatch.setattr(module, "normalise", normalise_once)
+    monkeypatch.setattr(module, "row_probs", row_probs_once)
     vocab_size, size, num_draws = 50_257, 12, 100_008
     generator = torch.Generator().manual_seed(50_257)
     zipf = -1.1 * torch.arange(1, vocab_size + 1).log()[torch.randperm(vocab_size, generator=generator)]
