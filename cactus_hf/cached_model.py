@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 
 from .masks import attention_mask, patterns_of
 from .model_inputs import position_offset
+from .probabilities import widened
 from .ragged_cache import RaggedCache, Slots
 from .ranks import ALONE, Ranks
 
@@ -33,7 +34,7 @@ class CachedModel(Protocol):
         """Logits [B, T, V] of `tokens` [B, T], the first of each row at position `first` [B] (on the CPU).
 
         All that the row held from that position on is forgotten: at most what was scored since it last was taken back,
-        as sliding layers remember no more. Float32, or float64 for a float64 model.
+        as sliding layers remember no more. They have the dtype that the model gives them.
         """
         ...
 
@@ -87,7 +88,7 @@ class RaggedModel:
         self.takes_positions = host.takes("position_ids")
         self.last_slot = num_columns - 1 - padding  # [B] on the CPU, of the prompts
         # Rows with fewer drafts than others are filled up; learned positions must not be asked for more than exist
-        self.last_position = longest - 1  # [B] on the CPU
+        self._bound(longest - 1)
         self.offset = position_offset(position_ids, num_columns - padding)  # [..., B] on the CPU
         self.whole = self.last_position, self.offset  # of all rows
 
@@ -119,16 +120,22 @@ class RaggedModel:
         }
         if self.takes_positions:
             inputs["position_ids"] = self._positions(slots)
-        return widened(self.host.model(**inputs).logits)
+        return self.host.model(**inputs).logits
 
     def _positions(self, slots: Slots) -> Tensor:
         """[B, T], or one such for each of the model's planes of positions."""
-        positions = slots.positions().clamp_max(self.last_position.to(slots.first.device)[:, None])
+        positions = slots.positions
+        if slots.width > self.shortest:
+            positions = positions.clamp_max(self.last_position.to(positions.device)[:, None])
         return positions if self.offset is None else positions + self.offset.to(positions.device)[..., None]
+
+    def _bound(self, last_position: Tensor) -> None:
+        self.last_position = last_position  # [B] on the CPU
+        self.shortest = int(last_position.min()) + 1  # positions that every row has
 
     def keep(self, index: Tensor) -> None:
         self.cache.keep(index, retire=self.is_returned)
-        self.last_position = self.last_position[index]
+        self._bound(self.last_position[index])
         if self.offset is not None and self.offset.shape[-1] > 1:
             self.offset = self.offset[..., index]
 
@@ -136,7 +143,8 @@ class RaggedModel:
         # Rows that end in one round may do so at different columns, and none of them has left
         if self.ranks.most(bool(self.cache.retired) or is_uneven):
             self.cache.take_back()
-            self.last_position, self.offset = self.whole
+            last_position, self.offset = self.whole
+            self._bound(last_position)
             self.score(tokens, first)
         return self.cache.give_back(self.source, int(self.cache.padding[0] + first[0]) + tokens.shape[1])
 
@@ -188,7 +196,7 @@ class CroppedModel:
         outputs = self.host.step(self.text, tokens.shape[1], self.inputs | {self.host.cache_name: self.cache})
         if self.outputs is not None:
             self.outputs = outputs
-        return widened(outputs.logits)
+        return outputs.logits
 
     def _crop(self, num_columns: int) -> None:
         # Cropping nothing is no idle call: it would trim sliding layers to their window, and what a later roll back
@@ -211,9 +219,5 @@ def is_same_law(logits: Tensor, expected: Tensor) -> bool:
 
     Total variation of .1 is far above it, even in bfloat16, and far below that of another text's law.
     """
-    return bool(((logits.softmax(-1) - expected.softmax(-1)).abs().sum(-1) / 2 < 0.1).all())
-
-
-def widened(logits: Tensor) -> Tensor:
-    """In at least float32, the precision of all probabilities here."""
-    return logits if logits.dtype == torch.float64 else logits.float()
+    law, expected_law = (widened(each).softmax(-1) for each in (logits, expected))
+    return bool(((law - expected_law).abs().sum(-1) / 2 < 0.1).all())

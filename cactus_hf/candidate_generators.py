@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .cached_model import CroppedModel, widened
+from .cached_model import CroppedModel
 from .drafting import Drafts
 from .model_inputs import extended
 from .sequences import Sequences
@@ -57,7 +57,7 @@ class GeneratorSource:
             )
         tokens = candidates[:, length:][:, :limit].to(text.device)
         sequences.write(0, tokens)
-        laws = widened(logits[:, :limit]).to(text.device) if self.is_sampled else None
+        laws = logits[:, :limit].to(text.device) if self.is_sampled else None
         return Drafts(tokens, laws, tokens.new_full((1,), tokens.shape[1]))
 
     def keep(self, index: Tensor) -> None:

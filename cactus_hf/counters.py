@@ -108,7 +108,7 @@ class Round(NamedTuple):
     num_accepted: Tensor  # [B]
     num_drafted: Tensor  # [B]
     is_boosted: Tensor  # [B, m], bool
-    divergence: Tensor  # [3, B, m]: ball KL, emitted KL, emitted TV
+    divergence: Tensor  # [1, B, m]: ball KL; or [3, B, m], where emitted KL and TV were asked for
 
     @classmethod
     def joined(cls, rounds: Sequence[Round]) -> Round:
@@ -155,7 +155,7 @@ class Recorder:
         )
         self.by_position = torch.zeros(self.num_rows, 0, dtype=torch.long)
         self.kinds = torch.full((self.num_rows, 1), int(TokenKind.PAD), dtype=torch.int8)
-        self.divergence = torch.zeros(3, self.num_rows, dtype=torch.float64)
+        self.divergence = torch.zeros(3 if self.with_emitted else 1, self.num_rows, dtype=torch.float64)
         self.pending: list[tuple[Round, Tensor]] = []  # with the number [B] of tokens that each row had before
 
     def add_first(self, rows: Tensor, num_emitted: Tensor) -> None:
@@ -203,7 +203,7 @@ class Recorder:
 
     def stats(self) -> SpeculationStats:
         self._settle()
-        ball, kl, tv = self.divergence
+        ball, *emitted = self.divergence
         return SpeculationStats(
             self.drafted,
             self.verified,
@@ -213,8 +213,7 @@ class Recorder:
             self.by_position,
             self.kinds[:, : int(self.emitted.max())],
             ball,
-            kl if self.with_emitted else None,
-            tv if self.with_emitted else None,
+            *emitted,
         )
 
 

@@ -115,24 +115,25 @@ class Decoder:
             return match_greedy(target_logits, drafts.tokens, drafts.lengths), target_logits
         num_drafts = drafts.tokens.shape[1]
         tests = torch.cat([uniforms[:, :num_drafts], uniforms[:, -1:]], dim=1)  # a draft may stop short of its length
-        return verify_block(
-            target_logits, drafts.tokens, drafts.logits, self.rule, drafts.lengths, tests
-        ), target_logits
+        tokens, laws, lengths, normaliser = drafts
+        return verify_block(target_logits, tokens, laws, self.rule, lengths, tests, normaliser), target_logits
 
     def _divergence(self, target_logits: Tensor, drafts: Drafts) -> tuple[Tensor, ...]:
         """The emitted law's KL and TV [B, m], if asked for."""
-        if not self.recorder.with_emitted or self.rule is None:
+        if not self.recorder.with_emitted:
             return ()
+        if self.rule is None:
+            none = torch.zeros(drafts.tokens.shape, dtype=torch.float64, device=drafts.tokens.device)
+            return none, none
         return emitted_divergence(target_logits[:, :-1], drafts.logits, self.rule, draft_tokens=drafts.tokens)
 
     def _commit(
         self, verdict: Verification, drafts: Drafts, logits: Tensor, target_logits: Tensor, *divergence: Tensor
     ) -> Round:
         """Keep the accepted drafts and the next token, up to where the row ends. Holds the round's one host sync."""
-        verdict, num_tokens = _up_to_dead_end(verdict, target_logits)
         block = torch.cat([drafts.tokens, verdict.next_token[:, None]], dim=1)
         block.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
-        num_emitted, has_ended = self.stopping.cut(block, num_tokens)
+        num_emitted, has_ended = self.stopping.cut(block, verdict.num_accepted + 1)
         scalars = [
             num_emitted,
             has_ended,
@@ -147,11 +148,15 @@ class Decoder:
         num_drafts = drafts.tokens.shape[1]
         self.sequences.write(0, decided[:, : num_drafts + 1].long())
         host = decided.cpu()
-        tokens, counts, is_boosted, *kl = host.split(
-            [num_drafts + 1, len(scalars), *[num_drafts] * len(arrays)], dim=1
-        )
-        num_emitted, has_ended, num_accepted, num_drafted, num_proposed, bad_target = counts.long().unbind(1)
-        self._raise_or_warn(bad_target, num_drafted, num_proposed)
+        widths = [num_drafts + 1, len(scalars), *[num_drafts] * len(arrays)]
+        tokens, counts, is_boosted, *divergence = host.split(widths, dim=1)
+        tokens, counts = tokens.long(), counts.long()
+        if counts[:, -1].max() >= 0:
+            self._cut_at_dead_ends(counts, target_logits)
+        num_emitted, has_ended, num_accepted, num_drafted, num_proposed, _ = counts.unbind(1)
+        if not self.has_warned and (num_drafted < num_proposed).any():
+            self.has_warned = True
+            warn_bad_draft()
         rows = self.sequences.rows
         for collector, values in ((self.scores, target_logits), (self.raw_logits, logits)):
             if collector is not None:  # criteria look at the scores, so the output forgets what they cut off
@@ -159,20 +164,32 @@ class Decoder:
         num_emitted, has_ended = self.stopping.cut_by_criteria(
             self.sequences, num_emitted, has_ended.bool(), self.scores
         )
-        self.sequences.commit(tokens.long(), num_emitted)
-        has_ended |= self.sequences.remaining() <= 0
-        kl += [torch.zeros_like(kl[0])] * (3 - len(kl))
+        self.sequences.commit(tokens, num_emitted)
+        has_ended = has_ended | (self.sequences.remaining() <= 0)
         return Round(
-            rows, tokens.long(), num_emitted, has_ended, num_accepted, num_drafted, is_boosted.bool(), torch.stack(kl)
+            rows,
+            tokens,
+            num_emitted,
+            has_ended,
+            num_accepted,
+            num_drafted,
+            is_boosted.bool(),
+            torch.stack(divergence),
         )
 
-    def _raise_or_warn(self, bad_target: Tensor, num_drafted: Tensor, num_proposed: Tensor) -> None:
-        if (bad_target >= 0).any():
-            b = int((bad_target >= 0).long().argmax())
-            raise bad_target_error(int(self.sequences.rows[b]), int(bad_target[b]))
-        if (num_drafted < num_proposed).any() and not self.has_warned:
-            self.has_warned = True
-            warn_bad_draft()
+    def _cut_at_dead_ends(self, counts: Tensor, target_logits: Tensor) -> None:
+        """Cuts blocks where the target allows no token behind drafts, by changing `counts` [B, 6] of `_commit`.
+
+        The drafts may have ended the text, or be what a processor does not take. Else the next round begins there, and
+        fails as plain decoding would.
+        """
+        for b, (num_emitted, has_ended, *_, place) in enumerate(counts.tolist()):
+            if place < 0:
+                continue
+            is_empty = target_logits[b, place].amax() == -torch.inf
+            if place == 0 or not self.ranks.same(is_empty):
+                raise bad_target_error(int(self.sequences.rows[b]), place)
+            counts[b, :3] = torch.tensor([min(num_emitted, place), has_ended and num_emitted <= place, place])
 
     def _publish(self, round: Round) -> None:
         """Hand out what was committed, and let finished rows go."""
@@ -196,20 +213,3 @@ class Decoder:
         for each in (self.sequences, self.target, self.source):
             each.keep(index)
         self.rule = None if self.rule is None else select_rows(self.rule, index)
-
-
-def _up_to_dead_end(verdict: Verification, target_logits: Tensor) -> tuple[Verification, Tensor]:
-    """Cuts blocks where the target allows no token behind drafts.
-
-    The drafts may have ended the text, or be what a processor does not take. Else the next round begins there, and
-    fails as plain decoding would.
-
-    Returns:
-        The verdict, and how many tokens [B] each row gets.
-    """
-    place = verdict.bad_target
-    laws = target_logits[torch.arange(len(place), device=place.device), place.clamp_min(0)]
-    is_dead_end = (place > 0) & (laws.amax(-1) == -torch.inf)
-    num_accepted = torch.where(is_dead_end, place, verdict.num_accepted)
-    bad_target = place.masked_fill(is_dead_end, -1)
-    return verdict._replace(num_accepted=num_accepted, bad_target=bad_target), num_accepted + (~is_dead_end).long()

@@ -11,7 +11,8 @@ from .logits import BlockProcessor
 from .ranks import ALONE, Ranks
 from .reading import Reader
 from .sequences import Sequences
-from .probabilities import draw
+from .verification import num_leading
+from .probabilities import Normaliser, draw_from_logits, normalise, token_logits
 
 
 class Drafts(NamedTuple):
@@ -20,6 +21,7 @@ class Drafts(NamedTuple):
     tokens: Tensor  # [B, m]
     logits: Tensor | None  # [B, m, V], processed; None: the law of each token is one-hot
     lengths: Tensor  # [B], drafts of each row; what lies behind them is void
+    normaliser: Normaliser | None = None  # [B, m] of the logits, if the draft has kept it
 
 
 def no_drafts(sequences: Sequences) -> Drafts:
@@ -29,9 +31,10 @@ def no_drafts(sequences: Sequences) -> Drafts:
 
 class DraftSource(Protocol):
     def propose(self, sequences: Sequences, lengths: Tensor, uniforms: Tensor) -> Drafts:
-        """Draft `lengths` [B] (on the CPU) tokens a row and write them behind the committed ones.
+        """Draft `lengths` [B] (on the CPU) tokens a row.
 
-        `uniforms` [B, m] draws them, m being the largest of the lengths.
+        `uniforms` [B, m] draws them, m being the largest of the lengths. Where processors read the text, the drafts
+        are written behind the committed tokens.
         """
         ...
 
@@ -70,34 +73,43 @@ class DraftModel:
         if num_passes == 0:
             return no_drafts(sequences)
         device = sequences.tokens.device
-        laws, is_open = [], lengths.to(device) > 0
-        num_drafted = torch.zeros_like(is_open, dtype=torch.long)
+        reads_text = self.processors.reads_text
+        limits = lengths.to(device)  # [B], most drafts that each row will have
+        steps: list[tuple[Tensor, Tensor, Normaliser]] = []  # tokens [B, 1] and their law [B, 1, V]
         logits = self.reader.begin(sequences, lengths.clamp_min(1))
         for i in range(num_drafts):
             law = self.processors(self.reader.text.over_target(logits.to(device))[:, None], sequences, offset=i)
-            # Processors may have removed every token that the draft has; then the row drafts no more
-            is_open = is_open & (law[:, 0] != -torch.inf).any(-1)
-            tokens = self.ranks.same(self._choose(law[:, 0], uniforms[:, i]))[:, None]
-            sequences.write(i, tokens)
-            laws.append(law)
-            num_drafted += is_open
+            tokens, normaliser = self._choose(law[:, 0], uniforms[:, i])
+            tokens = self.ranks.same(tokens)[:, None]
+            steps.append((tokens, law, normaliser))
+            if reads_text:
+                sequences.write(i, tokens)
             if self.confidence_threshold > 0:
-                confidence = law[:, 0].softmax(-1).gather(1, tokens)[:, 0]
-                is_open = self.ranks.same(is_open & (confidence >= self.confidence_threshold))
-                if not is_open.any():  # worth asking the device: it saves the steps that are left
+                is_sure = self.ranks.same(normalise(law).probability(token_logits(law, tokens))[:, 0] >= self.confidence_threshold)
+                limits = torch.where(is_sure, limits, limits.clamp_max(i + 1))
+                if not (limits > i + 1).any():  # worth asking the device: it saves the steps that are left
                     break
             if i + 1 < num_drafts:
                 logits = self.reader.go_on(tokens)
         if self.ranks.is_synced:
-            for _ in range(num_passes - max(1, len(laws))):  # the other processes need all for each of theirs
+            for _ in range(num_passes - max(1, len(steps))):  # the other processes need all for each of theirs
                 self.reader.repeat()
-        if not laws:
-            return no_drafts(sequences)
-        drafted = torch.minimum(num_drafted, lengths.to(device))
-        return Drafts(sequences.read(0, len(laws)), torch.cat(laws, dim=1) if self.do_sample else None, drafted)
+        return self._drafts(steps, limits) if steps else no_drafts(sequences)
 
-    def _choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        return draw(logits.softmax(-1), uniforms) if self.do_sample else logits.argmax(-1)
+    def _choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Normaliser]:
+        if self.do_sample:
+            return draw_from_logits(logits, uniforms)
+        peak, tokens = logits.max(-1)
+        return tokens, Normaliser(peak, peak)  # of which the peak alone will be looked at
+
+    def _drafts(self, steps: list[tuple[Tensor, Tensor, Normaliser]], limits: Tensor) -> Drafts:
+        tokens = torch.cat([step[0] for step in steps], dim=1)
+        peak, total = (torch.stack(fields, dim=1) for fields in zip(*(step[2] for step in steps), strict=True))
+        # Processors may have removed every token that the draft has; then the row drafts no more
+        lengths = torch.minimum(num_leading(peak != -torch.inf), limits)
+        if not self.do_sample:
+            return Drafts(tokens, None, lengths)
+        return Drafts(tokens, torch.cat([step[1] for step in steps], dim=1), lengths, Normaliser(peak, total))
 
     def keep(self, index: Tensor) -> None:
         self.reader.keep(index)

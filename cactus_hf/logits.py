@@ -8,16 +8,20 @@ decoding would show it. Rows of one length share a call. Those that remember ear
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import generation as hf
 
 from .object_state import copied, name_of
+from .probabilities import widened
 from .processor_kinds import CONTEXT_FREE, PREFIX_ONLY, is_among
 from .remembering import Rewindable, Watched, is_function, made_up_scores
 from .sequences import Sequences
+from .warpers import Warpers
 
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -91,6 +95,14 @@ class BlockProcessor:
 
     def __init__(self, processors: Sequence[Processor | OwnProcessor | RowProcessors], is_draft: bool = False):
         self.processors, self.is_draft = list(processors), is_draft
+        self.steps: list[Any] = []
+        for is_context_free, group in itertools.groupby(processors, lambda each: is_among(each, CONTEXT_FREE)):
+            self.steps += [Warpers(list(group))] if is_context_free else group
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether any of them looks at the tokens so far."""
+        return not all(isinstance(step, Warpers) for step in self.steps)
 
     @classmethod
     def of_call(cls, processors: Sequence[Processor], prompts: Tensor, vocab_size: int) -> BlockProcessor:
@@ -130,17 +142,21 @@ class BlockProcessor:
     def __call__(self, logits: Tensor, sequences: Sequences, offset: int = 0) -> Tensor:
         """Process `logits` [B, T, V], whose first position predicts the column `offset` behind the committed ones.
 
-        Behind drafts that a processor does not take, or lets nothing follow, all logits are -inf.
+        Behind drafts that a processor does not take, or lets nothing follow, all logits are -inf. Without processors
+        the logits come back as they are; else in float32 or float64, possibly in place.
         """
+        if not self.processors:
+            return logits
+        logits = widened(logits)
         is_void: Tensor | None = None
-        for processor in self.processors:
+        for processor in self.steps:
+            if isinstance(processor, Warpers):
+                logits = processor(logits)
+                continue
             if isinstance(processor, OwnProcessor):
                 logits = processor.on_block(logits, sequences, offset, self.is_draft)
             elif isinstance(processor, RowProcessors):
                 logits = processor.on_block(logits, sequences, offset)
-            elif is_among(processor, CONTEXT_FREE):
-                logits = processor(sequences.tokens, logits.flatten(0, 1)).view_as(logits)
-                continue
             else:
                 logits = _on_prefixes(processor, logits, sequences, offset)
             is_empty = (logits == -torch.inf).all(-1)
@@ -205,6 +221,8 @@ def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     is drawn from its law over the common ids; ids that the draft lacks get no mass.
     """
     missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
+    if missing == 0:
+        return logits
+    if missing < 0:
         return logits[..., :vocab_size]
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from .counters import SpeculationStats
+from .probabilities import widened
 
 
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
@@ -40,14 +41,17 @@ class TokenRows:
             rows (`torch.Tensor` of shape [B], on the CPU): where the values belong.
             offset (`torch.Tensor` of shape [B], on the CPU): tokens that each row had before.
             count (`torch.Tensor` of shape [B], on the CPU): leading positions of `values` that count.
-            values (`torch.Tensor` of shape [B, T, V]).
+            values (`torch.Tensor` of shape [B, T, V]), kept in float32 at least, as transformers does.
         """
         while len(self.tokens) < int((offset + count).max()):
-            self.tokens.append(values.new_zeros(self.num_rows, values.shape[-1]))
+            row = widened(values[0, 0])
+            self.tokens.append(row.new_zeros(self.num_rows, len(row)))
         for token in range(int(offset.min()), int((offset + count).max())):
             index = ((offset <= token) & (token < offset + count)).nonzero()[:, 0]
             place = (token - offset)[index].to(values.device)
-            self.tokens[token][rows[index].to(values.device)] = values[index.to(values.device), place]
+            self.tokens[token][rows[index].to(values.device)] = widened(
+                values[index.to(values.device), place]
+            )
 
     def by_token(self, num_emitted: Tensor) -> tuple[Tensor, ...]:
         """One tensor [R, V] a token; zeros behind the first `num_emitted` [R] (on the CPU) of each row."""

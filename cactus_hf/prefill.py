@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import generation as hf
 from transformers.utils import ModelOutput
 
-from .cached_model import CachedModel, CroppedModel, RaggedModel, widened
+from .cached_model import CachedModel, CroppedModel, RaggedModel
 from .ragged_cache import UnequalRowsError
 from .ranks import ALONE, Ranks
 from .recurrent import ReplayedModel
@@ -118,7 +118,7 @@ def prefilled(
         cache.activate_past_recording()  # sliding layers keep all: to be cropped, or for `is_faithful` to look back
     inputs = inputs | {host.cache_name: cache, "use_cache": True}
     first = host.prefill(input_ids, config, inputs | (watched or {}))
-    logits, cache = widened(first.logits[:, -1]), first[host.cache_name]
+    logits, cache = first.logits[:, -1], first[host.cache_name]
     if not is_ragged:
         kept = None if watched is None else first
         kind = ReplayedModel if host.is_replayed else CroppedModel

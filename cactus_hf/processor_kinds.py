@@ -27,6 +27,19 @@ CONTEXT_FREE = frozenset(
         "TypicalLogitsWarper",
     )
 )
+# Of these, the ones that give what they give whether or not logits of -inf stand beside the others, and wherever
+ROW_WISE = frozenset(
+    (
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "LogitNormalization",
+        "MinPLogitsWarper",
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+    )
+)
 # Look at the text so far too. What some keep is the same after every call, or is made once, at the first token.
 PREFIX_ONLY = frozenset(
     (

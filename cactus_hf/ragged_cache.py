@@ -26,12 +26,13 @@ GROWTH = 1.5  # a full cache is reallocated this much larger, so that copying co
 
 
 class Slots(NamedTuple):
-    """Where the next `num_tokens` tokens of every row go: row b at slots `first[b]` .. `first[b] + num_tokens - 1`.
+    """Where the next `num_tokens` tokens of every row go.
 
-    `lowest` and `highest` are the extremes of `first`, known to the host so that no pass has to ask the device.
+    `lowest` and `highest` are the extremes of the first of them, known to the host so that no pass has to ask the
+    device.
     """
 
-    first: Tensor  # [B]
+    positions: Tensor  # [B, num_tokens]
     num_tokens: int
     lowest: int
     highest: int
@@ -39,16 +40,16 @@ class Slots(NamedTuple):
     @classmethod
     def from_host(cls, first: Tensor, num_tokens: int, device: torch.device) -> Slots:
         """`first` is a tensor [B] on the CPU."""
-        return cls(first.to(device, non_blocking=True), num_tokens, int(first.min()), int(first.max()))
+        ends = first.tolist()
+        positions = first[:, None]
+        if num_tokens > 1:
+            positions = positions + torch.arange(num_tokens)
+        return cls(positions.to(device, non_blocking=True), num_tokens, min(ends), max(ends))
 
     @property
     def width(self) -> int:
         """Slots in use once these tokens are written."""
         return self.highest + self.num_tokens
-
-    def positions(self) -> Tensor:
-        """[B, num_tokens]"""
-        return self.first[:, None] + torch.arange(self.num_tokens, device=self.first.device)
 
 
 class UnequalRowsError(RuntimeError):
@@ -233,7 +234,7 @@ def _write(states: Tensor, new: Tensor, slots: Slots) -> None:
         return
     row = torch.arange(new.shape[0], device=states.device)[:, None]
     # Under autocast a cache of transformers 5.17 holds values in float32 that the model writes in half precision
-    states[row, :, slots.positions().to(states.device)] = new.transpose(1, 2).to(states.dtype)
+    states[row, :, slots.positions.to(states.device)] = new.transpose(1, 2).to(states.dtype)
 
 
 def _enlarged(states: Tensor, capacity: int) -> Tensor:

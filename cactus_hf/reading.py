@@ -56,7 +56,9 @@ class SharedText:
 
     def read_drafts(self, tokens: Tensor) -> Tensor:
         """What a draft with a smaller vocabulary lacks is read as its last id."""
-        return tokens.clamp_max(self.own_size - 1).to(self.device)
+        if self.own_size < self.target_size:
+            tokens = tokens.clamp_max(self.own_size - 1)
+        return tokens.to(self.device)
 
     def over_target(self, logits: Tensor) -> Tensor:
         return fit_vocabulary(logits, self.target_size)
@@ -105,10 +107,11 @@ class Reader:
     def begin(self, sequences: Sequences, lengths: Tensor) -> Tensor:
         """Logits [B, V'] behind the committed text, to go on with `lengths` [B] drafts."""
         length, met = self.text.follow(sequences)
-        start = self._start(length + lengths - 1)  # the last draft is not read
-        if (start != self.start).any():
-            self.start = start
-            return self._read_again(sequences, length)
+        if self.context is not None:
+            start = self._start(length + lengths - 1)  # the last draft is not read
+            if (start != self.start).any():
+                self.start = start
+                return self._read_again(sequences, length)
         # Rows that need fewer ids than others see some again, which rewrites the same states. A row that is too short
         # for that reads on behind its end, where the drafts will overwrite what it leaves.
         first = torch.minimum(torch.minimum(met, self.end), length - 1)

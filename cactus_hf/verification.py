@@ -132,14 +132,14 @@ def verify_block(
         draft, lengths, draft_prob = None, draft_lengths, torch.ones_like(target_prob)
     else:
         draft = draft_normaliser or normalise(draft_logits)
-        lengths = _num_leading(is_drafted & draft.peak.isfinite())
+        lengths = num_leading(is_drafted & draft.peak.isfinite())
         draft_prob = draft.probability(token_logits(draft_logits, tokens))
     entropy, rank = _entropy_and_rank(rule.needs, target_logits[:, :num_drafted], tokens)
     drafted = Drafted(target_prob, draft_prob, entropy, rank)
 
     tests = uniforms[:, :num_drafted].double()
     is_kept = up_to_last.peak.isfinite() & (tests < rule.accept(drafted))
-    num_accepted = torch.minimum(_num_leading(is_kept), lengths)
+    num_accepted = torch.minimum(num_leading(is_kept), lengths)
     is_rejected = num_accepted < lengths
     num_verified = num_accepted + is_rejected
 
@@ -200,7 +200,7 @@ def match_greedy(target_logits: Tensor, draft_tokens: Tensor, draft_lengths: Ten
     position = torch.arange(num_drafted, device=draft_tokens.device)
     peak, best = target_logits.max(-1)
     is_kept = (draft_tokens == best[:, :num_drafted]) & (position < draft_lengths.unsqueeze(1))
-    num_accepted = _num_leading(is_kept)
+    num_accepted = num_leading(is_kept)
     return Verification(
         num_accepted=num_accepted,
         next_token=best.gather(1, num_accepted.unsqueeze(1)).squeeze(1),
@@ -212,7 +212,7 @@ def match_greedy(target_logits: Tensor, draft_tokens: Tensor, draft_lengths: Ten
     )
 
 
-def _num_leading(flags: Tensor) -> Tensor:
+def num_leading(flags: Tensor) -> Tensor:
     """How many of the flags [B, m] are set before the first that is not."""
     return flags.long().cumprod(1).sum(1)
 

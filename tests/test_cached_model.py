@@ -79,4 +79,4 @@ def test_float64_models_are_scored_in_float64():
         assert cached.score(torch.tensor([[7], [8], [9]]), torch.tensor(LENGTHS)).dtype == torch.float64
     _, cached = prefilled(tiny.model("llama", dtype=torch.bfloat16), tiny.ragged_prompts(LENGTHS), True)
     with torch.no_grad():
-        assert cached.score(torch.tensor([[7], [8], [9]]), torch.tensor(LENGTHS)).dtype == torch.float32
+        assert cached.score(torch.tensor([[7], [8], [9]]), torch.tensor(LENGTHS)).dtype == torch.bfloat16

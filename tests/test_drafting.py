@@ -66,7 +66,7 @@ def test_drafts_and_their_laws():
     source = make(model, rows)
     commit(rows, [[4], [7]], [1, 1])
     drafts = propose(source, rows, [3, 3])
-    assert drafts.tokens.tolist() == [[5, 6, 7], [8, 9, 10]] == rows.read(0, 3).tolist()
+    assert drafts.tokens.tolist() == [[5, 6, 7], [8, 9, 10]]
     assert drafts.logits.shape == (2, 3, 20) and drafts.lengths.tolist() == [3, 3]
     assert torch.equal(drafts.logits.argmax(-1), drafts.tokens)
     assert model.prefilled == [[[3], [5, 6]]]
