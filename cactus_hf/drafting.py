@@ -74,13 +74,14 @@ class DraftModel:
             return no_drafts(sequences)
         device = sequences.tokens.device
         reads_text = self.processors.reads_text
+        draws = uniforms.split(1, dim=1)
         limits = lengths.to(device)  # [B], most drafts that each row will have
         steps: list[tuple[Tensor, Tensor, Normaliser]] = []  # tokens [B, 1] and their law [B, 1, V]
         logits = self.reader.begin(sequences, lengths.clamp_min(1))
         for i in range(num_drafts):
-            law = self.processors(self.reader.text.over_target(logits.to(device))[:, None], sequences, offset=i)
-            tokens, normaliser = self._choose(law[:, 0], uniforms[:, i])
-            tokens = self.ranks.same(tokens)[:, None]
+            law = self.processors(self.reader.text.over_target(logits.to(device)).unsqueeze(1), sequences, offset=i)
+            tokens, normaliser = self._choose(law.squeeze(1), draws[i])
+            tokens = self.ranks.same(tokens)
             steps.append((tokens, law, normaliser))
             if reads_text:
                 sequences.write(i, tokens)
@@ -99,12 +100,12 @@ class DraftModel:
     def _choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Normaliser]:
         if self.do_sample:
             return draw_from_logits(logits, uniforms)
-        peak, tokens = logits.max(-1)
+        peak, tokens = logits.max(-1, keepdim=True)
         return tokens, Normaliser(peak, peak)  # of which the peak alone will be looked at
 
     def _drafts(self, steps: list[tuple[Tensor, Tensor, Normaliser]], limits: Tensor) -> Drafts:
         tokens = torch.cat([step[0] for step in steps], dim=1)
-        peak, total = (torch.stack(fields, dim=1) for fields in zip(*(step[2] for step in steps), strict=True))
+        peak, total = (torch.cat(fields, dim=1) for fields in zip(*(step[2] for step in steps), strict=True))
         # Processors may have removed every token that the draft has; then the row drafts no more
         lengths = torch.minimum(num_leading(peak != -torch.inf), limits)
         if not self.do_sample:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 SCRATCH = 2**18  # float32 numbers that a CPU normalises at once: 1 MB, which stays in its cache
-ZERO = torch.zeros((), dtype=torch.float64)
+LEAST_TOTAL = 2.0**-1000  # of weights to draw by: far from the numbers that float64 holds with fewer digits
 
 
 class Normaliser(NamedTuple):
@@ -62,7 +62,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     Args:
         weights (`Tensor` of shape `[B, V]`):
-            Weights, 0 or more, of any sum above 0. An index of weight 0 is never drawn.
+            Weights, 0 or more, their sum at least `LEAST_TOTAL`. An index of weight 0 is never drawn.
         uniforms (`Tensor` of shape `[B]`):
             Numbers in [0, 1).
 
@@ -79,31 +79,31 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     ```
     """
-    return _inverted(weights, uniforms)[0]
+    return _inverted(weights, uniforms.unsqueeze(1))[0].squeeze(1)
 
 
 def draw_from_logits(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Normaliser]:
-    """[`draw`] by logits `[B, V]`, with the normaliser `[B]` of their law, which comes out on the way.
+    """[`draw`] by logits `[B, V]` at `uniforms` `[B, 1]`.
 
-    Where the logits are no law, any token comes out.
+    Returns:
+        The tokens `[B, 1]`, any where the logits are no law; and the normaliser `[B, 1]`, which comes out on the way.
     """
     peak = logits.amax(-1, keepdim=True)
     tokens, total = _inverted(_weights(logits, peak), uniforms)
-    return tokens, Normaliser(peak[:, 0].double(), total)
+    return tokens, Normaliser(peak.double(), total)
 
 
 def _inverted(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The drawn index [B], and the sum of the weights [B]."""
-    cumulative = weights.to(torch.float64, copy=True).cumsum_(-1)
-    total = cumulative[:, -1]
-    # `uniforms * total` may round up to the total, above which there is nothing
-    threshold = torch.minimum(uniforms.double() * total, total.nextafter(ZERO))
-    index = torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True)
+    """The index [B, 1] drawn at `uniforms` [B, 1], and the sum of the weights [B, 1]."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # The largest uniform, 1 - 2^-53, times a normal number is less than the number, rounded too
+    index = torch.searchsorted(cumulative, uniforms.double() * total, right=True)
     if not cumulative.is_cpu:
         # A parallel scan can round the sum up at an index of weight 0. Once in 10^15 draws or so, take the largest
         is_drawable = weights.gather(-1, index.clamp_(max=weights.shape[-1] - 1)) > 0
         index = torch.where(is_drawable, index, weights.argmax(-1, keepdim=True))
-    return index.squeeze(-1), total
+    return index, total
 
 
 def _weights(logits: Tensor, peak: Tensor) -> Tensor:

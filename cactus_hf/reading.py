@@ -126,7 +126,7 @@ class Reader:
         """Logits [B, V'] behind one drafted token [B, 1] more."""
         logits = self._score(self.text.read_drafts(tokens), self.end - self.start)
         self.end = self.end + 1
-        return logits[:, 0]
+        return logits.select(1, 0)
 
     def repeat(self) -> None:
         """Make the last pass once more, which changes nothing."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from .acceptance import AcceptanceRule, Drafted, SpeculativeSampling
 from .checks import bad_target_error, check_block, check_draft_lengths, check_uniforms, warn_bad_draft
 from .parameters import move_rule
-from .probabilities import Normaliser, draw, normalise, row_probs, token_logits, widened
+from .probabilities import LEAST_TOTAL, Normaliser, draw, normalise, row_probs, token_logits, widened
 
 
 class Verification(NamedTuple):
@@ -185,7 +185,7 @@ def _replacement(
         at_least = target_probs.gather(1, token)
         draft_probs.scatter_(1, token, torch.maximum(draft_probs.gather(1, token), at_least))
     residual = rule.residual(target_probs, draft_probs, _select(drafted, at))
-    is_residual = is_rejected & (residual.sum(-1) > 0)
+    is_residual = is_rejected & (residual.sum(-1).double() >= LEAST_TOTAL)
     return torch.where(is_residual.unsqueeze(1), residual, target_probs)
 
 
