@@ -33,6 +33,7 @@ class Drafted(NamedTuple):
     draft_prob: Tensor  # p_n; 1 if the draft gives token ids without probabilities
     entropy: Tensor | None = None  # of the target's row, in nats; there if the rule needs "entropy"
     rank: Tensor | None = None  # number of tokens strictly more likely to the target; there if the rule needs "rank"
+    raised_prob: Tensor | None = None  # gamma_n, if the rule's `raised_prob` was asked before
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +108,8 @@ class Cactus(AcceptanceRule):
         object.__setattr__(self, "delta", check_delta(self.delta))
 
     def raised_prob(self, drafted: Drafted) -> Tensor:
+        if drafted.raised_prob is not None:
+            return drafted.raised_prob
         return _taylor_gamma(drafted.target_prob, per_row(self.delta, drafted.target_prob))
 
     def accept(self, drafted: Drafted) -> Tensor:

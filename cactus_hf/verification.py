@@ -136,6 +136,7 @@ def verify_block(
         draft_prob = draft.probability(token_logits(draft_logits, tokens))
     entropy, rank = _entropy_and_rank(rule.needs, target_logits[:, :num_drafted], tokens)
     drafted = Drafted(target_prob, draft_prob, entropy, rank)
+    drafted = drafted._replace(raised_prob=rule.raised_prob(drafted))
 
     tests = uniforms[:, :num_drafted].double()
     is_kept = up_to_last.peak.isfinite() & (tests < rule.accept(drafted))
@@ -151,7 +152,7 @@ def verify_block(
     next_token = draw(weights, uniforms[:, num_drafted])
 
     is_lossless = tests < SpeculativeSampling().accept(drafted)
-    ball_kl = _binary_kl(rule.raised_prob(drafted), drafted.target_prob)
+    ball_kl = _binary_kl(drafted)
     return Verification(
         num_accepted=num_accepted,
         next_token=next_token,
@@ -232,8 +233,11 @@ def _entropy_and_rank(needs: frozenset[str], logits: Tensor, tokens: Tensor) -> 
     return entropy, rank
 
 
-def _binary_kl(raised_prob: Tensor, target_prob: Tensor) -> Tensor:
+def _binary_kl(drafted: Drafted) -> Tensor:
     """KL(h || q) in nats: that of (gamma, 1 - gamma) from (q_n, 1 - q_n), as the others keep their proportions."""
+    target_prob, raised_prob = drafted.target_prob, drafted.raised_prob
+    if raised_prob is None or raised_prob is target_prob:
+        return torch.zeros_like(target_prob)
     smallest = torch.finfo(target_prob.dtype).tiny
     gain = raised_prob - target_prob
     # At q = 0 and q = 1 gamma is q, and both terms are 0. log1p, because gamma is near q when the budget is small.

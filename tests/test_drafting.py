@@ -83,8 +83,8 @@ def test_two_tokens_are_fed_where_all_drafts_were_kept_and_one_elsewhere(kept, f
     model, rows = Successor(), sequences()
     source = make(model, rows)
     commit(rows, [[1], [1]], [1, 1])
-    propose(source, rows, [2, 2])
-    commit(rows, rows.read(0, 2).tolist(), kept)
+    drafts = propose(source, rows, [2, 2])
+    commit(rows, drafts.tokens.tolist(), kept)
     commit(rows, [[9], [9]], [1, 1])  # what follows the kept ones
     model.fed.clear()
     propose(source, rows, [2, 2])
