@@ -7,6 +7,7 @@ models and attention implementations that the ragged cache does not fit. The dec
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -110,8 +111,9 @@ class RaggedModel:
         again = self._score_at(last_tokens, last._replace(highest=last.highest + ahead))[:, 0]
         return is_same_law(again, logits)
 
-    def _score_at(self, tokens: Tensor, slots: Slots) -> Tensor:
-        self.cache.slots = slots
+    def _score_at(self, tokens: Tensor, slots: Slots, forward: Callable[..., ModelOutput] | None = None) -> Tensor:
+        """`forward` is the model's own unless given."""
+        self.cache.place.slots = slots
         inputs = {
             "input_ids": tokens,
             "attention_mask": attention_mask(self.patterns, slots, self.dtype, self.is_additive),
@@ -120,7 +122,7 @@ class RaggedModel:
         }
         if self.takes_positions:
             inputs["position_ids"] = self._positions(slots)
-        return self.host.model(**inputs).logits
+        return (forward or self.host.model)(**inputs).logits
 
     def _positions(self, slots: Slots) -> Tensor:
         """[B, T], or one such for each of the model's planes of positions."""

@@ -86,7 +86,9 @@ class DraftModel:
             if reads_text:
                 sequences.write(i, tokens)
             if self.confidence_threshold > 0:
-                is_sure = self.ranks.same(normalise(law).probability(token_logits(law, tokens))[:, 0] >= self.confidence_threshold)
+                is_sure = self.ranks.same(
+                    normalise(law).probability(token_logits(law, tokens))[:, 0] >= self.confidence_threshold
+                )
                 limits = torch.where(is_sure, limits, limits.clamp_max(i + 1))
                 if not (limits > i + 1).any():  # worth asking the device: it saves the steps that are left
                     break

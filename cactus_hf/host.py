@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -178,6 +179,14 @@ class Host:
         if self.inner._supports_logits_to_keep():
             inputs = {"logits_to_keep": 1} | inputs
         return self.inner._prefill(input_ids, generation_config, inputs)
+
+    def compiled(self, config: Any) -> Callable[..., ModelOutput]:
+        """The forward pass, compiled where transformers would compile it for a static cache; on a CPU, where that may
+        take minutes, only if the call has a `compile_config`.
+        """
+        if config.disable_compile or (self.device.type == "cpu" and config.compile_config is None):
+            return self.model
+        return self.inner.get_compiled_call(config.compile_config)
 
     def step(self, text: Tensor, num_new: int, inputs: dict[str, Any]) -> ModelOutput:
         """Run the last `num_new` tokens of `text` [1, columns] over the cache in `inputs`, which are the prompt's."""

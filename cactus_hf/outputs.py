@@ -49,9 +49,7 @@ class TokenRows:
         for token in range(int(offset.min()), int((offset + count).max())):
             index = ((offset <= token) & (token < offset + count)).nonzero()[:, 0]
             place = (token - offset)[index].to(values.device)
-            self.tokens[token][rows[index].to(values.device)] = widened(
-                values[index.to(values.device), place]
-            )
+            self.tokens[token][rows[index].to(values.device)] = widened(values[index.to(values.device), place])
 
     def by_token(self, num_emitted: Tensor) -> tuple[Tensor, ...]:
         """One tensor [R, V] a token; zeros behind the first `num_emitted` [R] (on the CPU) of each row."""

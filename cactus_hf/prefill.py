@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from transformers import generation as hf
 from transformers.utils import ModelOutput
 
 from .cached_model import CachedModel, CroppedModel, RaggedModel
+from .compiled import MOST_COLUMNS, CompiledModel
 from .ragged_cache import UnequalRowsError
 from .ranks import ALONE, Ranks
 from .recurrent import ReplayedModel
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from .host import Host
 
 
-MOST_COLUMNS = 2**31  # a `max_length` beyond it means "no limit", and need not fit an int64
 # Beside these, a model may look at something that `RaggedModel` does not pass on
 TEXT_INPUTS = ("attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep")
 # Inputs with one value a token of the prompts
@@ -134,7 +135,10 @@ def prefilled(
         return logits, row
     longest = min(config.max_length, MOST_COLUMNS) - padding if context is None else torch.full_like(padding, context)
     position_ids = inputs.get("position_ids")
-    model = RaggedModel(
+    ragged: Callable[..., RaggedModel] = RaggedModel
+    if config.cache_implementation == "static":
+        ragged = functools.partial(CompiledModel, host.compiled(config))
+    model = ragged(
         host, cache, padding, num_columns, position_ids, longest=longest, is_returned=is_returned, ranks=ranks
     )
     if not is_trusted and ranks.some(not model.is_faithful(input_ids[:, -1:], logits)):

@@ -37,9 +37,7 @@ def normalise(logits: Tensor) -> Normaliser:
     if step >= len(rows):
         total = _weights(rows, peak).sum(-1)
     else:
-        total = torch.cat(
-            [_weights(*part).sum(-1) for part in zip(rows.split(step), peak.split(step), strict=True)]
-        )
+        total = torch.cat([_weights(*part).sum(-1) for part in zip(rows.split(step), peak.split(step), strict=True)])
     return Normaliser(peak.double().view(logits.shape[:-1]), total.double().view(logits.shape[:-1]))
 
 

@@ -8,7 +8,6 @@ nothing: the next pass simply writes at an earlier slot, and what is left behind
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +51,12 @@ class Slots(NamedTuple):
         return self.highest + self.num_tokens
 
 
+class Place:
+    """Where the coming forward pass writes: what a cache tells its layers."""
+
+    slots: Slots
+
+
 class UnequalRowsError(RuntimeError):
     """A model minds the lengths of a row's neighbours, so that its rows cannot share a cache."""
 
@@ -69,10 +74,10 @@ class RaggedLayer(CacheLayerMixin):
     is_sliding = False
     names: tuple[str, ...] = ("keys", "values")
 
-    def __init__(self, source: Any, keys: Tensor, values: Tensor, owner: RaggedCache):
+    def __init__(self, source: Any, keys: Tensor, values: Tensor, place: Place):
         super().__init__()
         self.keys, self.values = keys, values
-        self.owner = weakref.proxy(owner)  # a cycle would keep the states until the garbage collector looks
+        self.place = place  # not the cache: a cycle would keep the states until the garbage collector looks
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self.kind, self.window = type(source), [source.sliding_window] if source.is_sliding else []
 
@@ -81,7 +86,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def _written(self, name: str, new: Tensor) -> Tensor:
         """Writes `new` [B, heads, T, size] to the states of that name, and returns all of them that are in use."""
-        slots, states = self.owner.slots, getattr(self, name)
+        slots, states = self.place.slots, getattr(self, name)
         if slots.width > states.shape[2]:
             states = _enlarged(states, max(slots.width, int(GROWTH * states.shape[2])))
             setattr(self, name, states)
@@ -112,10 +117,10 @@ class RaggedLayer(CacheLayerMixin):
         """A ragged layer is made from a prefilled one, so there is nothing left to initialise."""
 
     def get_seq_length(self) -> int:
-        return self.owner.slots.highest
+        return self.place.slots.highest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.slots.width, 0
+        return self.place.slots.width, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -128,8 +133,8 @@ class RaggedIndexedLayer(RaggedLayer):
 
     names = ("keys", "values", "indexer_keys")
 
-    def __init__(self, source: Any, keys: Tensor, values: Tensor, indexer_keys: Tensor, owner: RaggedCache):
-        super().__init__(source, keys, values, owner)
+    def __init__(self, source: Any, keys: Tensor, values: Tensor, indexer_keys: Tensor, place: Place):
+        super().__init__(source, keys, values, place)
         self.indexer_keys = indexer_keys
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -142,9 +147,9 @@ class RaggedIndexedLayer(RaggedLayer):
 
 
 class RaggedCache(Cache):
-    """The ragged cache of a model; see the module's docstring. Set `slots` before every forward pass."""
+    """The ragged cache of a model; see the module's docstring. Set `place.slots` before every forward pass."""
 
-    slots: Slots  # of the coming forward pass
+    place: Place
     padding: Tensor  # [R] on the CPU, of the rows as they came
     rows: Tensor  # [B] on the CPU, those still here
     retired: list[tuple[Tensor, list[list[Tensor]]]]  # rows that left, and their states by layer
@@ -164,7 +169,7 @@ class RaggedCache(Cache):
             is_emptied (`bool`): empty `cache` layer by layer, so that the prompts' states are not held twice.
         """
         ragged = cls(layers=[])
-        ragged.padding, ragged.retired = padding, []
+        ragged.place, ragged.padding, ragged.retired = Place(), padding, []
         ragged.rows = torch.arange(len(padding))
         layers = cache.layers if is_emptied else list(cache.layers)
         while layers:
@@ -178,11 +183,23 @@ class RaggedCache(Cache):
             keys, values = (_left_aligned(states, padding, missing) for states in (layer.keys, layer.values))
             picked_by = getattr(layer, "indexer_keys", None)
             if picked_by is None:
-                ragged.layers.append(RaggedLayer(layer, keys, values, ragged))
+                ragged.layers.append(RaggedLayer(layer, keys, values, ragged.place))
             else:
                 picked_by = _left_aligned(picked_by[:, None], padding, 0)
-                ragged.layers.append(RaggedIndexedLayer(layer, keys, values, picked_by, ragged))
+                ragged.layers.append(RaggedIndexedLayer(layer, keys, values, picked_by, ragged.place))
         return ragged
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` slots in every layer."""
+        for layer in self._own_layers():
+            layer.states = [
+                states if states.shape[2] >= capacity else _enlarged(states, capacity) for states in layer.states
+            ]
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Of all layers."""
+        return [states for layer in self._own_layers() for states in layer.states]
 
     def keep(self, index: Tensor, retire: bool) -> None:
         """Go on with the rows `index` (on the CPU) only; `retire` the others for [`RaggedCache.give_back`]."""

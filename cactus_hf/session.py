@@ -13,13 +13,14 @@ from transformers import generation as hf
 from . import counters, states
 from .acceptance import AcceptanceRule
 from .cached_model import CachedModel
+from .compiled import MOST_COLUMNS, check_static
 from .config import SpeculationOptions, rule_for_rows
 from .decoding import Decoder
 from .draft_length import LengthSchedule
 from .logits import BlockProcessor
 from .outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput, TokenRows
 from .parameters import select_rows
-from .prefill import MOST_COLUMNS, Prompts, prefilled
+from .prefill import Prompts, prefilled
 from .ragged_cache import UnequalRowsError
 from .randomness import NoUniforms, Uniforms, make_uniforms
 from .ranks import Ranks, make_ranks
@@ -67,6 +68,8 @@ def speculate(
     stopping = Stopping(criteria, input_ids, target.vocab_size if has_scores else None, ranks)
     max_length = min(config.max_length, stopping.max_length or config.max_length, MOST_COLUMNS)
     sources = Sources(target, draft, options, config, (tokenizer, assistant_tokenizer))
+    if config.cache_implementation == "static":
+        check_static((host.name for host in sources.hosts.values()), sources.are_ragged, max_length)
     check_context(target, prompt_length - padding, max_length - int(padding.min()))
     check_ranks(ranks, sources.hosts.values(), sources.needs_generator, config)
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)

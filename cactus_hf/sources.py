@@ -127,6 +127,9 @@ class Sources:
             text = TranslatedText(self.translation, sequences, vocab_size, device)
         # Placeholders of images cannot be cut off
         context = None if has_media else support.draft_context(draft.config)
+        longest = context
+        if context is not None and self.translation is None:  # the target's own ids are no more than it may write
+            longest = min(context, self.config.max_length)
 
         last: CachedModel | None = None
 
@@ -134,7 +137,7 @@ class Sources:
             nonlocal last
             own = inputs if has_media else inputs | text_inputs(draft, padding, input_ids)
             own_prompts = Prompts(input_ids, padding, own)
-            logits, last = prefilled(draft, own_prompts, self.config, context=context, ranks=ranks, before=last)
+            logits, last = prefilled(draft, own_prompts, self.config, context=longest, ranks=ranks, before=last)
             return logits, last
 
         reader = Reader(prefill, text, sequences, context)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import StaticCache
 from transformers import generation as hf
 
 from . import support
@@ -72,7 +73,7 @@ def check_mode(config: hf.GenerationConfig, mode: str, has_draft: bool, is_custo
         raise ValueError(
             f"`speculation_type={config.speculation_type!r}` needs the model that drafts so: pass `assistant_model`."
         )
-    if config.cache_implementation not in (None, "dynamic"):  # before the cache is made
+    if config.cache_implementation not in (None, "dynamic", "static"):  # before the cache is made
         raise _cache_error(f"`cache_implementation={config.cache_implementation!r}`")
     ngram = config.max_matching_ngram_size
     if ngram is not None and (not is_integer(ngram) or ngram < 1):
@@ -119,9 +120,7 @@ def _check_likeness(target: Host, draft: Host, tokenizers: tuple[Any, Any]) -> N
 
 
 def check_context(target: Host, prompt_lengths: Tensor, longest: int) -> None:
-    """Raises `ValueError` for texts that the target would not go on with as plain decoding does.
-
-    (Whatever a draft reads, its own law is the one its tokens are drawn from.)
+    """Raises `ValueError` for texts that the target would not go on with as plain decoding does. (Drafts may.)
 
     Args:
         prompt_lengths (`torch.Tensor` of shape [R], on the CPU): tokens of each prompt.
@@ -129,9 +128,8 @@ def check_context(target: Host, prompt_lengths: Tensor, longest: int) -> None:
     """
     if not support.has_fixed_rope(target.config, int(prompt_lengths.min()), longest):
         raise ValueError(
-            f"The target, {target.name}, changes its rotary frequencies as a text outgrows the model's original "
-            f"context, so that drafts cannot be verified as plain decoding would go on, and a row may come to "
-            f"{longest} tokens here. Lower `max_new_tokens`."
+            f"The rotary frequencies of the target, {target.name}, change as a text outgrows its original context, so "
+            f"that drafts cannot be verified, and a row may come to {longest} tokens here. Lower `max_new_tokens`."
         )
 
 
@@ -145,7 +143,9 @@ def check_call(
 ) -> Tensor:
     """Raises `ValueError` for what a call cannot have. Returns [R] on the CPU: padded columns of each row."""
     check_inputs(target, inputs, input_ids, streamer)
-    check_cache(inputs.get(target.cache_name), *input_ids.shape)
+    cache = inputs.get(target.cache_name)
+    is_unused = isinstance(cache, StaticCache) and not target.is_users(cache)  # what `generate()` made on demand
+    check_cache(None if is_unused else cache, *input_ids.shape)
     check_processors(processors)
     if options.speculation_kl:
         check_measurable(options.rule)

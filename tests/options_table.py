@@ -91,13 +91,13 @@ CACHE = (
     ),
     inert(
         "cache_implementation",
-        '`"dynamic"`; static, offloaded, quantized and paged ones are refused',
-        "dynamic",
+        '`"dynamic"`, or `"static"` for passes of always the same shapes; offloaded, quantized and paged ones are refused',
+        "static",
         refused=tuple(
             ({"cache_implementation": name}, f"'{name}'.*DynamicCache")
-            for name in ("static", "offloaded", "offloaded_static", "quantized", "sliding_window")
+            for name in ("offloaded", "offloaded_static", "quantized", "sliding_window")
         ),
-        tests=("test_options.py::test_continuous_batching",),
+        tests=("test_options.py::test_continuous_batching", "test_compiled.py::test_the_same_text"),
     ),
     inert("cache_config", "of caches that are refused", {"nbits": 4}),
     inert("max_cache_len", "of caches that are refused", 100),
@@ -108,8 +108,18 @@ CACHE = (
         tests=("test_options.py::test_prompts_are_read_in_chunks",),
     ),
     inert("low_memory", "of contrastive search only", True),
-    inert("compile_config", "of static caches only: nothing is compiled", CompileConfig()),
-    inert("disable_compile", "nothing is compiled", True),
+    inert(
+        "compile_config",
+        "of static caches: how to compile the passes; on a CPU they are compiled only if it is given",
+        CompileConfig(),
+        tests=("test_compiled.py::test_a_few_graphs_serve_all_rounds_and_later_calls",),
+    ),
+    inert(
+        "disable_compile",
+        "a static cache without compilation",
+        True,
+        tests=("test_compiled.py::test_a_few_graphs_serve_all_rounds_and_later_calls",),
+    ),
     inert("continuous_batching_config", "of `generate_batch` only, which refuses our keywords", None),
 )
 DRAFTS = (
