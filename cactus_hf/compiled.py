@@ -1,4 +1,4 @@
-"""Passes of always the same shapes, which can be compiled and replayed as CUDA graphs (`cache_implementation="static"`).
+"""Passes of always the same shapes, to be compiled and replayed as CUDA graphs (`cache_implementation="static"`).
 
 The cache gets all the room that the rows may come to need, every pass attends to the whole of it, and rows that have
 ended stay where they are. That is more arithmetic than `RaggedModel` does, and one compiled form for each number of
@@ -34,8 +34,8 @@ def check_static(names: Iterable[str], are_ragged: bool, max_length: int) -> Non
     """
     if not are_ragged:
         raise ValueError(
-            f'`cache_implementation="static"` is for models whose rows share a cache of ours, which {", ".join(names)} '
-            "with this attention implementation and source of drafts do not: leave it out."
+            '`cache_implementation="static"` is for models whose rows share a cache of ours, which '
+            f"{', '.join(names)} with this attention implementation and source of drafts do not: leave it out."
         )
     if max_length >= MOST_COLUMNS:
         raise ValueError(

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .logits import BlockProcessor
+from .probabilities import Normaliser, draw_from_logits, normalise, token_logits
 from .ranks import ALONE, Ranks
 from .reading import Reader
 from .sequences import Sequences
 from .verification import num_leading
-from .probabilities import Normaliser, draw_from_logits, normalise, token_logits
 
 
 class Drafts(NamedTuple):

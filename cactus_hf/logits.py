@@ -97,7 +97,8 @@ class BlockProcessor:
         self.processors, self.is_draft = list(processors), is_draft
         self.steps: list[Any] = []
         for is_context_free, group in itertools.groupby(processors, lambda each: is_among(each, CONTEXT_FREE)):
-            self.steps += [Warpers(list(group))] if is_context_free else group
+            members = list(group)
+            self.steps += [Warpers(members)] if is_context_free else members
 
     @property
     def reads_text(self) -> bool:

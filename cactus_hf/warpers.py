@@ -1,7 +1,7 @@
 """Logits processors that look at the logits of one row and at nothing else, run on many rows at once.
 
-Behind a top-k only a few logits of each row are left. Whatever comes next (top-p sorts all V of them, which takes 15 ms
-a row at V = 152 k on a CPU) is then run by transformers' own processors on those few.
+Behind a top-k only a few logits of each row are left. Whatever comes next (top-p sorts all V of them, which takes
+15 ms a row at V = 152 k on a CPU) is then run by transformers' own processors on those few.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ CACHE = (
     ),
     inert(
         "cache_implementation",
-        '`"dynamic"`, or `"static"` for passes of always the same shapes; offloaded, quantized and paged ones are refused',
+        '`"dynamic"`, or `"static"` for passes of equal shapes; offloaded, quantized and paged ones are refused',
         "static",
         refused=tuple(
             ({"cache_implementation": name}, f"'{name}'.*DynamicCache")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import cactus_hf
+import tiny
 
 
 LENGTHS = (9, 17, 5)
