@@ -76,7 +76,8 @@ class CompiledModel(RaggedModel):
             filled = tokens.new_zeros(self.num_rows, num_tokens)
             tokens = filled.index_copy(0, self.rows.to(tokens.device), tokens)
         # Bounds that say nothing of the rows, as whatever a compiled pass sees of them would compile it anew
-        whole = Slots(positions, num_tokens, 0, self.capacity - num_tokens)
+        every = torch.arange(self.num_rows, device=tokens.device)[:, None]
+        whole = Slots(every, positions, num_tokens, 0, self.capacity - num_tokens)
         torch.compiler.cudagraph_mark_step_begin()
         logits = self._score_at(tokens, whole, self.forward)
         return logits[self.rows.to(logits.device)]  # a copy: the next replay overwrites what the graph returned

@@ -31,6 +31,7 @@ class Slots(NamedTuple):
     device.
     """
 
+    rows: Tensor  # [B, 1]: 0, 1, ...
     positions: Tensor  # [B, num_tokens]
     num_tokens: int
     lowest: int
@@ -43,7 +44,8 @@ class Slots(NamedTuple):
         positions = first[:, None]
         if num_tokens > 1:
             positions = positions + torch.arange(num_tokens)
-        return cls(positions.to(device, non_blocking=True), num_tokens, min(ends), max(ends))
+        rows = torch.arange(len(ends), device=device)[:, None]
+        return cls(rows, positions.to(device, non_blocking=True), num_tokens, min(ends), max(ends))
 
     @property
     def width(self) -> int:
@@ -249,9 +251,9 @@ def _write(states: Tensor, new: Tensor, slots: Slots) -> None:
     if slots.lowest == slots.highest:  # all rows alike: a plain slice is several times cheaper than a scatter
         states[:, :, slots.lowest : slots.width] = new
         return
-    row = torch.arange(new.shape[0], device=states.device)[:, None]
     # Under autocast a cache of transformers 5.17 holds values in float32 that the model writes in half precision
-    states[row, :, slots.positions.to(states.device)] = new.transpose(1, 2).to(states.dtype)
+    places = slots.rows.to(states.device), slice(None), slots.positions.to(states.device)
+    states[places] = new.transpose(1, 2).to(states.dtype)
 
 
 def _enlarged(states: Tensor, capacity: int) -> Tensor:

@@ -17,7 +17,7 @@ def prefilled(padding: list[int], columns: int, layers: int = 2) -> DynamicCache
 
 
 def write(cache: RaggedCache, first: list[int], value: float, count: int = 1):
-    cache.slots = Slots.from_host(torch.tensor(first), count, torch.device("cpu"))
+    cache.place.slots = Slots.from_host(torch.tensor(first), count, torch.device("cpu"))
     states = torch.full((len(first), 3, count, 4), value)
     return [layer.update(states, -states) for layer in cache.layers]
 
