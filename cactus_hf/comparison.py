@@ -7,12 +7,14 @@ slows down or speeds up meanwhile treats them alike, and the median over the tur
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
+
+from . import measuring
+from .measuring import Counts
 
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class Row:
     @property
     def rates(self) -> list[float]:
         """Tokens a second of each run."""
-        return [tokens / seconds for tokens, seconds in zip(self.new_tokens, self.seconds, strict=True)]
+        return measuring.rates(self.new_tokens, self.seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -77,7 +79,7 @@ class Row:
     @property
     def spread(self) -> float:
         """Fastest minus slowest run, as a share of the median."""
-        return (max(self.rates) - min(self.rates)) / self.tokens_per_second
+        return measuring.spread(self.rates)
 
 
 class Comparison:
@@ -112,15 +114,9 @@ class Comparison:
 
         speculative = {"assistant_model": self.draft, "cactus_delta": method.delta, **self.draft_options}
         own = {} if method.delta is None else speculative
-        synchronize = torch.get_device_module(self.target.device).synchronize
+        every = {**self.inputs, **self.options, **own, **options, "do_sample": True, "return_dict_in_generate": True}
         torch.manual_seed(seed)
-        synchronize()
-        start = time.perf_counter()
-        output = self.target.generate(
-            **self.inputs, **{**self.options, **own, **options}, do_sample=True, return_dict_in_generate=True
-        )
-        synchronize()
-        seconds = time.perf_counter() - start
+        output, seconds = measuring.timed(lambda: self.target.generate(**every), self.target.device)
         tokens = output.sequences[0, self.inputs["input_ids"].shape[1] :].tolist()
         return Run(tokens, seconds, None if method.delta is None else output.speculation)
 
@@ -150,15 +146,11 @@ class Comparison:
                 max_new_tokens = min(WARM_UP_TOKENS, self.options["max_new_tokens"])
                 measured[method] = self.generate(method, seed, **{**options, "max_new_tokens": max_new_tokens})
                 bar.update()
-            start = time.perf_counter()
-            for turn in range(repeats):
+            for turn in measuring.turns(repeats, TIME_LIMIT):
                 for method in methods:
                     bar.set_postfix_str(method.name)
                     runs[method].append(self.generate(method, seed + turn))
                     bar.update()
-                elapsed = time.perf_counter() - start
-                if elapsed * (turn + 2) / (turn + 1) > TIME_LIMIT:
-                    break
         return [_summarise(method, runs[method], measured[method]) for method in methods]
 
 
@@ -166,17 +158,8 @@ def _summarise(method: Method, runs: list[Run], measured: Run) -> Row:
     new_tokens, seconds = [len(run.tokens) for run in runs], [run.seconds for run in runs]
     if measured.stats is None:
         return Row(method.name, method.delta, new_tokens, seconds, None, None, 0.0)
-    counts = [run.stats for run in runs if run.stats is not None]
-    num_accepted = sum(int(stats.accepted.sum()) for stats in counts)
-    num_rounds = sum(int(stats.rounds.sum()) for stats in counts)
-    num_verified = sum(int(stats.verified.sum()) for stats in counts)
+    counts = Counts.of(run.stats for run in runs if run.stats is not None)
+    emitted_kl = measured.stats.emitted_kl
     return Row(
-        method.name,
-        method.delta,
-        new_tokens,
-        seconds,
-        # A text may end with its first token, before any round
-        num_accepted / num_rounds if num_rounds else None,
-        num_accepted / num_verified if num_verified else None,
-        measured.stats.emitted_kl,
+        method.name, method.delta, new_tokens, seconds, counts.accepted_length, counts.acceptance, emitted_kl
     )

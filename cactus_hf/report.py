@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .comparison import Row, Run
@@ -49,6 +50,20 @@ def dtype_name(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
+def versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    from . import __version__
+
+    return {
+        "cactus_hf": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
 def table(rows: list[Row]) -> str:
     """The comparison as aligned text."""
     lines: list[tuple[str, ...]] = [
@@ -68,6 +83,11 @@ def table(rows: list[Row]) -> str:
                 "-".join(map(str, sorted({min(row.new_tokens), max(row.new_tokens)}))),
             )
         )
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Cells in columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         line[0].ljust(widths[0])
@@ -117,11 +137,6 @@ def as_json(
         tokenizer (`PreTrainedTokenizerBase`): Turns its ids into text.
         target, draft (`PreTrainedModel`): The models.
     """
-    import torch
-    import transformers
-
-    from . import __version__
-
     assert shown.stats is not None
     detokenizer = Detokenizer(tokenizer)
     tokens = [
@@ -132,12 +147,7 @@ def as_json(
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
         "device": device_name(target),
         "dtype": dtype_name(target),
-        "versions": {
-            "cactus_hf": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions(),
         "rows": [
             {
                 "method": row.method,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tiny
-from cactus_hf import cli, comparison, demo, report
+from cactus_hf import arguments, cli, comparison, demo, report
 from cactus_hf.comparison import Comparison, Method, Row
 from cactus_hf.generation import enable
 
@@ -108,12 +108,14 @@ def test_colours(folders: list[str], options, environment, is_coloured, monkeypa
 
 def test_chat_template_is_applied_where_there_is_one() -> None:
     tokenizer = tiny.byte_tokenizer()
-    pair = demo.Pair("tiny", *tiny.pair("llama", vocab=260, eps=0.1), tokenizer)
-    assert tokenizer.decode(demo.encode(pair, "sky")["input_ids"][0]) == "user : sky assistant : "
+    pair = arguments.Pair("tiny", *tiny.pair("llama", vocab=260, eps=0.1), tokenizer)
+    assert tokenizer.decode(demo.prompt_inputs(pair, "sky")["input_ids"][0]) == "user : sky assistant : "
     tokenizer.chat_template = None
-    assert tokenizer.decode(demo.encode(pair, "sky")["input_ids"][0]) == "sky"
+    assert tokenizer.decode(demo.prompt_inputs(pair, "sky")["input_ids"][0]) == "sky"
     with pytest.raises(ValueError, match="no tokens: give some text"):
-        demo.encode(pair, "")
+        demo.prompt_inputs(pair, "")
+    with pytest.raises(ValueError, match="no chat template"):
+        arguments.encode(tokenizer, [{"role": "user", "content": "sky"}])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""Options that several commands share: numbers, the two models, how to sample; and what becomes of them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+Prompt = str | list[dict[str, str]]  # text, or the messages of a chat
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Pair(NamedTuple):
+    """The models of a command, and the tokenizer they share."""
+
+    name: str
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def number(
+    lowest: float, highest: float = math.inf, *, is_whole: bool = False, is_open: bool = False
+) -> Callable[[str], float]:
+    """An argparse type: a number in [lowest, highest], or only above `lowest` where `is_open`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = int(text) if is_whole else float(text)
+        except ValueError:
+            value = math.nan
+        if not (lowest < value <= highest or (value == lowest and not is_open)):
+            bounds = f"{'above' if is_open else 'of at least'} {lowest:g}"
+            bounds += f" and at most {highest:g}" if highest < math.inf else ""
+            raise argparse.ArgumentTypeError(f"needs a {'whole ' * is_whole}number {bounds}, got {text!r}")
+        return value
+
+    return parse
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that name a target and a draft."""
+    add = parser.add_argument_group("models", "without a name of a pair or a model: the embedded pair").add_argument
+    add("--pair", metavar="NAME", help="a pair on the Hub, such as qwen3-8b; an unknown name lists all")
+    add("--model", "--target", metavar="ID", help="target: a folder or an id on the Hub")
+    add(
+        "--assistant",
+        "--draft",
+        metavar="ID",
+        help="draft with the target's tokenizer: a folder or an id on the Hub",
+    )
+    add("--device", help="cpu, cuda, cuda:1, ... (default: the GPU if there is one)")
+    add("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's on a GPU, float32 on a CPU)")
+
+
+def check_models(args: argparse.Namespace) -> None:
+    """Refuses options that name two pairs, or half of one."""
+    if args.pair and (args.model or args.assistant):
+        raise ValueError("--pair names both models: give either --pair, or --model and --assistant.")
+    if bool(args.model) != bool(args.assistant):
+        missing = "--assistant (the draft)" if args.model else "--model (the target)"
+        raise ValueError(f"--model and --assistant belong together: {missing} is missing.")
+
+
+def load(args: argparse.Namespace) -> Pair:
+    """The pair that the options name, or else the embedded one."""
+    import torch
+
+    from . import pairs
+
+    names = pairs.named(args.pair) if args.pair else (args.model, args.assistant)
+    device = pairs.find_device(args.device)
+    dtype = args.dtype and getattr(torch, args.dtype)
+    if all(names):
+        return Pair(" + ".join(names), *pairs.load(*names, device=device, dtype=dtype))
+    from . import embedded
+
+    return Pair("embedded pair", *embedded.load_pair(device=device, dtype=dtype))
+
+
+def add_sampling(add: Callable[..., Any]) -> None:
+    """Adds, by `add`, a group's `add_argument`, the options that say how to sample."""
+    default = "(default: %(default)s)"
+    add("--temperature", type=number(0, is_open=True), default=0.7, metavar="T", help=default)
+    add("--top-k", type=number(1, is_whole=True), metavar="K", help="(default: off)")
+    add("--top-p", type=number(0, 1, is_open=True), metavar="P", help="(default: off)")
+    add("--seed", type=number(0, is_whole=True), default=0, help=default)
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The same for `generate()`: off unless asked for, whatever the checkpoint's own generation config says."""
+    return {"temperature": args.temperature, "top_k": args.top_k or 0, "top_p": args.top_p or 1.0}
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> Any:
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """
+    Ids of a prompt; of a text, as a user's turn where the tokenizer has a chat template.
+
+    Raises:
+        ValueError: for a prompt without tokens, or for messages where there is no chat template.
+    """
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    elif isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        raise ValueError("A prompt is a list of messages, but the tokenizer has no chat template: give its text.")
+    if not ids:
+        raise ValueError(f"The prompt {prompt!r} has no tokens: give some text.")
+    return list(ids)
