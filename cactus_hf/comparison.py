@@ -160,6 +160,4 @@ def _summarise(method: Method, runs: list[Run], measured: Run) -> Row:
         return Row(method.name, method.delta, new_tokens, seconds, None, None, 0.0)
     counts = Counts.of(run.stats for run in runs if run.stats is not None)
     emitted_kl = measured.stats.emitted_kl
-    return Row(
-        method.name, method.delta, new_tokens, seconds, counts.accepted_length, counts.acceptance, emitted_kl
-    )
+    return Row(method.name, method.delta, new_tokens, seconds, counts.accepted_length, counts.acceptance, emitted_kl)

@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     from .comparison import Comparison, Method
     from .generation import enable
 
-    comparison = Comparison(enable(pair.target), pair.draft, prompt_inputs(pair, args.prompt), *generate_options(pair, args))
+    prompt = prompt_inputs(pair, args.prompt)
+    comparison = Comparison(enable(pair.target), pair.draft, prompt, *generate_options(pair, args))
     plain, lossless, cactus = Method("plain", None), Method("lossless", 0.0), Method("cactus", args.delta)
     options: dict[str, Any] = {"speculation_kl": True}
     if not args.json:

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 from transformers.generation import GenerationConfig, PrefixConstrainedLogitsProcessor
+from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 from transformers.masking_utils import AttentionMaskInterface
@@ -259,3 +260,10 @@ def split_by_row(processor: Any, num_rows: int) -> Any:
         return PrefixConstrainedLogitsProcessor(lambda _, text: function(number, text), 1)
 
     return RowProcessors([of_row(row) for row in range(num_rows)])
+
+
+def stock_verification(draft_tokens: Tensor, draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' own check of drafts [1, m] by logits [1, m, V] and [1, m + 1, V], to be compared with ours."""
+    check = generation_utils._speculative_sampling
+    is_done = {"is_done_candidate": False} if "is_done_candidate" in inspect.signature(check).parameters else {}
+    return check(draft_tokens, draft_logits, draft_tokens.shape[1], target_logits, **is_done)

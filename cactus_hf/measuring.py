@@ -71,12 +71,22 @@ class Counts(NamedTuple):
         total = cls()
         for stats in calls:
             emitted = stats.emitted - (stats.emitted > 0).long()  # the first token belongs to no round
-            parts = (stats.rounds, stats.drafted, stats.verified, stats.accepted, emitted)
-            total = total.plus(cls(*(int(part.sum()) for part in parts), float(stats.ball_kl_sum.sum())))
+            rounds, drafted, verified, accepted, num_emitted = (
+                int(part.sum()) for part in (stats.rounds, stats.drafted, stats.verified, stats.accepted, emitted)
+            )
+            ball_kl_sum = float(stats.ball_kl_sum.sum())
+            total = total.plus(cls(rounds, drafted, verified, accepted, num_emitted, ball_kl_sum))
         return total
 
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[tuple[int, int]], emitted: int) -> Counts:
+        """Those of rounds (drafted, kept), told by other means; their ball KL is not known, and 0."""
+        drafted, accepted = sum(each[0] for each in rounds), sum(each[1] for each in rounds)
+        num_rejections = sum(kept < num_drafts for num_drafts, kept in rounds)
+        return cls(len(rounds), drafted, accepted + num_rejections, accepted, emitted)
+
     def plus(self, other: Counts) -> Counts:
-        return Counts(*(own + its for own, its in zip(self, other, strict=True)))
+        return Counts._make(own + its for own, its in zip(self, other, strict=True))
 
     # A text may end with its first token, before any round
 

@@ -1,0 +1,203 @@
+"""`cactus-hf bench`: loads a pair, lets the methods take turns on the same prompts, and says what was measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..arguments import Prompt, encode, load, pad_token_id, sampling_options
+from . import options
+from .options import add_arguments, chosen_kinds
+
+
+if TYPE_CHECKING:
+    from .methods import Decoders, Method
+    from .running import Cell, Result
+
+__all__ = ["add_arguments", "run"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmark and returns the exit status."""
+    options.check_options(args)
+    with _threads(args.threads), _quiet_transformers():
+        if args.verify:
+            from .verifying import run_verify
+
+            return run_verify(args)
+        return _run_pair(args)
+
+
+def _run_pair(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from .. import report
+    from . import running, writing
+    from .provenance import surroundings
+
+    prompts = _prompts(args)
+    models = _load(args, prompts)
+    cells, methods = _cells(args, models), _methods(args)
+    decoders = _decoders(args, models)
+    title = report.describe(models.name, models.target, models.draft)
+    if args.synthetic_acceptance is not None:
+        title += f"\n{_synthetic_note(args)}"
+    print(f"{title}\n")
+    found: list[tuple[Cell, list[Result]]] = []
+    num_steps = len(cells) * len(methods) * (1 + args.repeats)
+    with tqdm(total=num_steps, desc="Measuring", unit="run", leave=False, disable=None) as bar:
+        for cell in cells:
+
+            def progress(name: str) -> None:
+                bar.set_postfix_str(name)
+                bar.update()
+
+            results = running.measure(decoders, cell, methods, args.seed, args.repeats, progress)
+            found.append((cell, results))
+            bar.clear()
+            print(f"{writing.table(cell, results, args.synthetic_acceptance)}\n", flush=True)
+    print(writing.legend(found))
+    if args.json:
+        facts = {"models": models.name, **surroundings(models.target, models.draft, models.prompts)}
+        facts["settings"] = _settings(args)
+        writing.write_json_lines(args.json, writing.records(found, args.synthetic_acceptance, facts))
+    if args.plot:
+        writing.plot(args.plot, found, args.synthetic_acceptance, title)
+    return 0
+
+
+class Models(NamedTuple):
+    """A pair, and the prompts in its ids."""
+
+    name: str
+    target: Any
+    draft: Any
+    pad_token_id: int
+    prompts: list[list[int]]
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    from .prompts import BUILT_IN, read_prompts
+
+    prompts = read_prompts(args.prompts) if args.prompts else list(BUILT_IN)
+    usual = len(prompts) if args.prompts else min(len(prompts), max(2, *args.batch_sizes))
+    wanted = args.num_prompts or usual
+    if wanted > len(prompts):
+        raise ValueError(f"--num-prompts {wanted}: there are {len(prompts)} prompts. Give a file with more.")
+    return prompts[:wanted]
+
+
+def _load(args: argparse.Namespace, prompts: list[Prompt]) -> Models:
+    if not args.preset:
+        pair = load(args)
+        ids = [encode(pair.tokenizer, prompt) for prompt in prompts]
+        return Models(pair.name, pair.target, pair.draft, pad_token_id(pair.tokenizer), ids)
+    import torch
+
+    from .. import pairs
+    from .presets import build_pair
+    from .prompts import random_prompts
+
+    device = pairs.find_device(args.device)
+    usual = "float32" if device.type == "cpu" else "bfloat16"
+    target, draft = build_pair(args.preset, device, getattr(torch, args.dtype or usual), args.layers)
+    layers = f" of {args.layers} layers" if args.layers else ""
+    ids = random_prompts(target.config.vocab_size, args.seed)[: len(prompts)]
+    return Models(f"random weights, {args.preset}{layers}", target, draft, 0, ids)
+
+
+def _cells(args: argparse.Namespace, models: Models) -> list[Cell]:
+    from .prompts import batches, stretch
+    from .running import Cell
+
+    cells = []
+    for context in args.contexts or [None]:
+        ids = models.prompts if context is None else stretch(models.prompts, context)
+        longest, most = max(map(len, ids)) + args.max_new_tokens, models.target.config.max_position_embeddings
+        if longest > most:
+            raise ValueError(
+                f"A prompt and its new tokens come to {longest} tokens, and the target holds {most}: give fewer "
+                "--max-new-tokens, or shorter prompts or --contexts."
+            )
+        for size in args.batch_sizes:
+            cells.append(Cell(size, context, batches(ids, size, models.pad_token_id, models.target.device)))
+    return cells
+
+
+def _methods(args: argparse.Namespace) -> list[Method]:
+    """Those of a kind with several settings next to one another."""
+    from .methods import NO_LENGTH, WITH_DELTA, Method
+
+    is_one_rule = args.greedy or args.synthetic_acceptance is not None
+    deltas = (None,) if is_one_rule else tuple(dict.fromkeys(args.deltas or options.DELTAS))
+    methods = []
+    for kind in chosen_kinds(args):
+        lengths = (None,) if kind in NO_LENGTH else tuple(dict.fromkeys(args.num_assistant_tokens))
+        for delta in deltas if kind in WITH_DELTA else (None,):
+            methods += [Method(kind, length, delta) for length in lengths]
+    return methods
+
+
+def _decoders(args: argparse.Namespace, models: Models) -> Decoders:
+    from ..generation import enable
+    from .methods import Decoders
+    from .rivals import Sampling
+
+    settings = {"max_new_tokens": args.max_new_tokens, "pad_token_id": models.pad_token_id, "eos_token_id": None}
+    settings |= {"do_sample": False} if args.greedy else {"do_sample": True, **sampling_options(args)}
+    return Decoders(
+        enable(models.target),
+        models.draft,
+        settings,
+        Sampling(args.greedy, args.temperature, args.top_p or 1.0),
+        args.mixture_weight or options.MIXTURE_WEIGHT,
+        args.synthetic_acceptance,
+    )
+
+
+def _synthetic_note(args: argparse.Namespace) -> str:
+    weights = "random weights; " if args.preset else ""
+    return (
+        f"SYNTHETIC: {weights}drafts are kept by lot with probability {args.synthetic_acceptance:g}. Speed is the "
+        "machine's, text and acceptance are not a model's."
+    )
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    from ..report import json_number
+
+    settings = {name: value for name, value in vars(args).items() if name not in ("run", "command")}
+    if args.deltas:
+        settings["deltas"] = [json_number(delta) for delta in args.deltas]
+    return settings
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keeps advice to those who call `generate()` themselves out of the tables."""
+    import warnings
+
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # other packages' calls
+            yield
+    finally:
+        logging.set_verbosity(before)
