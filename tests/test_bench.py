@@ -1,4 +1,4 @@
-"""`cactus-hf bench` on a tiny pair: what it prints and writes, and which options it refuses. Nothing is said of speed."""
+"""`cactus-hf bench` on a tiny pair: what it prints and writes, which options it refuses. Nothing is said of speed."""
 
 from __future__ import annotations
 

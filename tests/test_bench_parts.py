@@ -114,7 +114,7 @@ def test_economize_writes_and_counts(do_sample: bool) -> None:
     # The first token of a row belongs to no round; a last round may keep more than there is room for
     assert call.counts.emitted == 38 <= call.counts.accepted + call.counts.rounds <= 38 + 2 * 3
     shapes = [each.shape for each in call.forwards]
-    assert shapes[:2] == [Shape("target", 2, 4), Shape("draft", 2, 5)] and {each.rows for each in shapes} == {2}
+    assert [each.role for each in shapes[:2]] == ["target", "draft"] and {each.rows for each in shapes} == {2}
     assert max(each.width for each in shapes[2:] if each.role == "target") == 4
 
 
