@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 Prompt = str | list[dict[str, str]]  # text, or the messages of a chat
+TEMPERATURE = 0.7
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -87,7 +88,7 @@ def load(args: argparse.Namespace) -> Pair:
 def add_sampling(add: Callable[..., Any]) -> None:
     """Adds, by `add`, a group's `add_argument`, the options that say how to sample."""
     default = "(default: %(default)s)"
-    add("--temperature", type=number(0, is_open=True), default=0.7, metavar="T", help=default)
+    add("--temperature", type=number(0, is_open=True), default=TEMPERATURE, metavar="T", help=default)
     add("--top-k", type=number(1, is_whole=True), metavar="K", help="(default: off)")
     add("--top-p", type=number(0, 1, is_open=True), metavar="P", help="(default: off)")
     add("--seed", type=number(0, is_whole=True), default=0, help=default)

@@ -102,13 +102,14 @@ def test_passes_are_those_of_the_method(found) -> None:
 
 
 def test_stock_is_said_to_run_row_by_row(found) -> None:
-    assert {line["method"] for line in found if line["is_row_by_row"]} == {"stock"}
+    assert {(line["method"], line["batch_size"]) for line in found if line["is_row_by_row"]} == {("stock", 3)}
 
 
 def test_divergence_is_that_of_the_rule(found) -> None:
     for line in found:
         has_law = line["method"] in ("cactus", "mixture", "prompt-lookup")
-        assert (line["emitted_kl"] is not None) == (line["ball_kl"] is not None) == has_law
+        assert (line["emitted_kl"] is not None) == has_law
+        assert (line["ball_kl"] is not None) == (has_law and line["method"] != "mixture")
         if line["method"] == "cactus":
             # Exact at delta 0 up to rounding in float64
             assert line["emitted_kl"] > 1e-4 if line["delta"] else abs(line["emitted_kl"]) < 1e-9
@@ -134,7 +135,9 @@ def test_printed_table(folders, capsys) -> None:
         title, *lines = block.splitlines()
         assert f"{NEW_TOKENS} new tokens a row" in title
         assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 100, "columns must line up"
-        assert [line.split()[0] for line in lines[1:]] == ["plain", "stock*", "cactus"] and " inf " in lines[3]
+        assert [line.split()[0].rstrip("*") for line in lines[1:]] == ["plain", "stock", "cactus"]
+        assert " inf " in lines[3]
+    assert "stock*" not in first and "stock*" in second
     assert "one row after another" in legend and NARROW < max(map(len, legend.splitlines())) <= 100
 
 
@@ -208,6 +211,7 @@ def test_plot(folders, tmp_path) -> None:
         (["--plot", "x.pdf"], "ends in .png"),
         (["--vocab-sizes", "10"], "--vocab-sizes is for --verify"),
         (["--verify", "--pair", "qwen3-8b", "--top-k", "5"], "leave --pair, --top-k out"),
+        (["--verify", "--max-new-tokens", "5"], "leave --max-new-tokens out"),
     ],
 )
 def test_mistakes_are_told_before_models_are_loaded(asked, said, monkeypatch, capsys) -> None:

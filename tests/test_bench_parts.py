@@ -64,12 +64,12 @@ def test_bare_passes_leave_the_cache_as_it_was(monkeypatch) -> None:
     lengths = []
     hook = target.register_forward_hook(lambda *call: lengths.append(call[-1].logits.shape[1]))
     bare = BareForwards({"target": target}, context=20, prompt_len=9)
-    caches = []
+    caches: list = []
     monkeypatch.setattr(bare, "_read", lambda *asked, read=bare._read: caches.append(read(*asked)) or caches[-1])
     bare.measure([Shape("target", 2, 3)], [("target", 2)])
     hook.remove()
     assert len(bare.samples[Shape("target", 2, 3)]) == forwards.BARE_PASSES and lengths[-1] == 3
-    assert caches[-1][0].get_seq_length() == 20 and len(bare.prompt_samples["target", 2]) == 1
+    assert [cache.get_seq_length() for cache, _ in caches] == [20, 9] and len(bare.prompt_samples["target", 2]) == 1
 
 
 def test_clock_sees_every_pass_and_leaves_no_hook() -> None:

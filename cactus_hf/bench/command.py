@@ -45,6 +45,8 @@ def _run_pair(args: argparse.Namespace) -> int:
     if args.synthetic_acceptance is not None:
         title += f"\n{_synthetic_note(args)}"
     print(f"{title}\n")
+    facts = {"models": models.name, **surroundings(models.target, models.draft, models.prompts)}
+    facts["settings"] = _settings(args)
     found: list[tuple[Cell, list[Result]]] = []
     num_steps = len(cells) * len(methods) * (1 + args.repeats)
     with tqdm(total=num_steps, desc="Measuring", unit="run", leave=False, disable=None) as bar:
@@ -58,11 +60,9 @@ def _run_pair(args: argparse.Namespace) -> int:
             found.append((cell, results))
             bar.clear()
             print(f"{writing.table(cell, results, args.synthetic_acceptance)}\n", flush=True)
+            if args.json:  # after each cell, as the next may take hours
+                writing.write_json_lines(args.json, writing.records(found, args.synthetic_acceptance, facts))
     print(writing.legend(found))
-    if args.json:
-        facts = {"models": models.name, **surroundings(models.target, models.draft, models.prompts)}
-        facts["settings"] = _settings(args)
-        writing.write_json_lines(args.json, writing.records(found, args.synthetic_acceptance, facts))
     if args.plot:
         writing.plot(args.plot, found, args.synthetic_acceptance, title)
     return 0

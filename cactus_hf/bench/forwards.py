@@ -154,21 +154,24 @@ class BareForwards:
         self.prompt_samples: dict[tuple[str, int], list[float]] = {}  # of role and rows
 
     @torch.no_grad()
-    def measure(self, shapes: Iterable[Shape], prompts: Iterable[tuple[str, int]]) -> None:
-        """Adds samples of passes of these shapes, and of passes that read the prompts of (role, rows)."""
-        for role, rows in set(prompts):
-            self._read(role, rows, self.prompt_len)  # the first of its shape pays for more than itself
+    def measure(self, shapes: Iterable[Shape], readers: Iterable[tuple[str, int]]) -> None:
+        """Adds samples of passes of `shapes`, and of passes that read the prompts, for each (role, rows)."""
+        wanted = sorted(shapes)
+        for role, rows in sorted({*readers, *((shape.role, shape.rows) for shape in wanted)}):
+            cache, _ = self._read(role, rows, self.context)
             self.prompt_samples.setdefault((role, rows), []).append(self._read(role, rows, self.prompt_len)[1])
-        for shape in shapes:
-            host = self.hosts[shape.role]
-            cache, _ = self._read(shape.role, shape.rows, self.context)
-            tokens = self._tokens(shape.role, shape.rows, shape.width)
-            for index in range(BARE_PASSES + 1):
-                call = {"input_ids": tokens, host.cache_name: cache, "use_cache": True}
-                _, seconds = timed(lambda host=host, call=call: host.model(**call), host.device)  # type: ignore[misc]
-                cache.crop(-shape.width)
-                if index > 0:
-                    self.samples.setdefault(shape, []).append(seconds)
+            for shape in wanted:
+                if (shape.role, shape.rows) == (role, rows):
+                    self.samples.setdefault(shape, []).extend(self._time(shape, cache))
+
+    def _time(self, shape: Shape, cache: Any) -> list[float]:
+        host = self.hosts[shape.role]
+        call = {"input_ids": self._tokens(*shape), host.cache_name: cache, "use_cache": True}
+        seconds = []
+        for _ in range(BARE_PASSES + 1):
+            seconds.append(timed(lambda: host.model(**call), host.device)[1])
+            cache.crop(-shape.width)
+        return seconds[1:]  # the first of a shape pays for more than itself
 
     def _read(self, role: str, rows: int, length: int) -> tuple[Any, float]:
         """A cache that holds `length` tokens a row, and the seconds it took to read them."""

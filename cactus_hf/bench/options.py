@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..arguments import add_models, add_sampling, check_models, number
+from ..arguments import TEMPERATURE, add_models, add_sampling, check_models, number
 
 
 DELTAS = (0.0, 0.5, 1.0)  # nats
 MIXTURE_WEIGHT = 0.5  # of the target
-TEMPERATURE = 0.7
+MAX_NEW_TOKENS = 64
 KINDS = ("plain", "stock", "cactus", "mixture", "prompt-lookup", "auto", "economize", "flashspec")
 USUAL = ("plain", "stock", "cactus", "mixture", "auto", "economize", "flashspec")
 SYNTHETIC = ("plain", "cactus", "auto")  # whose acceptance can be set
@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"some of {', '.join(KINDS)} (default: all but prompt-lookup; of other packages, those installed)",
     )
-    add("--batch-sizes", nargs="+", type=count, default=[1], metavar="B", help=f"rows decoded together {default}")
+    add("--batch-sizes", nargs="+", type=count, default=[1], metavar="B", help="rows decoded together (default: 1)")
     add(
         "--num-assistant-tokens",
         nargs="+",
         type=count,
         default=[5],
         metavar="M",
-        help=f"drafted tokens a round {default}",
+        help="drafted tokens a round (default: 5)",
     )
     deltas = " ".join(f"{delta:g}" for delta in DELTAS)
     add("--deltas", nargs="+", type=number(0), metavar="D", help=f"budgets of Cactus in nats (default: {deltas})")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", metavar="FILE", help='JSON lines with "prompt": a text or a list of messages (default: built in)')
     add("--num-prompts", type=count, metavar="N", help="the first N (default: all of a file, or enough for a batch)")
     add("--contexts", nargs="+", type=count, metavar="T", help="prompts of T tokens each, made by repeating the text")
-    add("--max-new-tokens", type=count, default=64, metavar="N", help=f"of each row and method, no fewer {default}")
+    add("--max-new-tokens", type=count, default=MAX_NEW_TOKENS, metavar="N", help=f"of each row, no fewer {default}")
     add("--greedy", action="store_true", help="the most likely tokens instead of drawn ones")
     add_sampling(add)
 
@@ -106,11 +106,13 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def _check_verify(args: argparse.Namespace) -> None:
-    unused = ["pair", "model", "preset", "layers", "methods", "prompts", "contexts", "deltas", "plot", "greedy"]
-    unused += ["num_prompts", "mixture_weight", "synthetic_acceptance", "top_k", "top_p"]
-    given = [f"--{name.replace('_', '-')}" for name in unused if getattr(args, name)]
+    used = {"verify", "vocab_sizes", "batch_sizes", "num_assistant_tokens", "device", "dtype", "threads", "seed"}
+    used |= {"repeats", "json", "command", "run"}
+    usual = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE, "greedy": False}
+    given = [name for name, value in vars(args).items() if name not in used and value != usual.get(name)]
     if given:
-        raise ValueError(f"--verify times drawn logits, without models: leave {', '.join(given)} out.")
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--verify times drawn logits, without models: leave {names} out.")
 
 
 def _check_synthetic(args: argparse.Namespace) -> None:

@@ -147,10 +147,8 @@ def measure(
             progress(method.kind)
         shapes = {shape for method in methods for shape in _common(turns[method])}
         bare.measure(shapes, {key for method in methods for key in _prompt_passes(turns[method])})
-    return [
-        _sum_up(method, not decoders.takes_batches(method.kind), turns[method], timed[method], bare, kl[method])
-        for method in methods
-    ]
+    alone = {method for method in methods if cell.batch_size > 1 and not decoders.takes_batches(method.kind)}
+    return [_sum_up(method, method in alone, turns[method], timed[method], bare, kl[method]) for method in methods]
 
 
 def _warm_up(

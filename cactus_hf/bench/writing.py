@@ -98,8 +98,8 @@ def times_plain(result: Result, results: Sequence[Result]) -> float | None:
 
 def _ball_kl(result: Result, synthetic: float | None) -> float | None:
     """`None` where there is no such law, or it is not known."""
-    is_ours = result.method.kind in ("cactus", "auto", "mixture", "prompt-lookup")
-    return result.counts.ball_kl if is_ours and result.counts is not None and synthetic is None else None
+    has_law = result.method.kind in ("cactus", "auto", "prompt-lookup") and synthetic is None
+    return result.counts.ball_kl if has_law and result.counts is not None else None
 
 
 def legend(cells: Sequence[tuple[Cell, Sequence[Result]]]) -> str:
