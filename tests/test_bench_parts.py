@@ -215,7 +215,9 @@ def test_all_ways_verify_alike() -> None:
     # Both are means of 4,000 numbers of the same law, of a spread below 1
     assert abs(float(ours.mean() - naive.mean())) < 4 * math.sqrt(2 / 4000)
     row = verifying.drawn_block(1, 2, 9, dtype=torch.float32, device=CPU, seed=1)
-    assert set(verifying.ways(row)) == {"cactus_hf", "stock", "naive"} and "stock" not in verifying.ways(block)
+    assert set(verifying.ways(row)) == {"cactus_hf", "cactus_hf*", "stock", "naive"} and "stock" not in verifying.ways(
+        block
+    )
     tokens, kept = verifying.ways(row)["stock"]()
     assert tokens.shape == (1, int(kept) + 1)
 
@@ -229,7 +231,7 @@ def test_verify_command(tmp_path, capsys, monkeypatch) -> None:
     assert cli.main(["bench", *asked, "--repeats", "2", "--device", "cpu", "--json", str(file)]) == 0
     out, err = capsys.readouterr()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert not err and len(lines) == 2 * (3 + 2)
+    assert not err and len(lines) == 2 * (4 + 3)
     assert all(len(line["ms"]) == 2 and line["bytes_per_request_in_V"] > 3 * 4 for line in lines)
     assert out.count("\nnaive") == 4 and out.count("\nstock") == 2
 

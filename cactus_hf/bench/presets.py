@@ -1,6 +1,6 @@
 """Models of real shapes with random weights: what a machine can do, whatever the weights.
 
-The shapes are those of the published configurations; a name says draft + target.
+The shapes are those of the published configurations, but for the tiny one; a name says draft + target.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ SHAPES = {
     "smollm2-135m": _shape("llama", 576, 1536, 30, 9, 3, 64, 49152, True),
     "smollm2-1.7b": _shape("llama", 2048, 8192, 24, 32, 32, 64, 49152, True),
 }
+# So small that a call is the loop and little else
+SHAPES["tiny"] = _shape("llama", 64, 128, 2, 2, 1, 32, 512, True)
 # The draft of the embedded pair has five of its target's layers
 SHAPES["smollm2-5-layers"] = {**SHAPES["smollm2-135m"], "num_hidden_layers": 5}
 
@@ -52,6 +54,7 @@ PRESETS = {  # name -> (target, draft)
     "llama-3.2-1b+8b": ("llama-3.1-8b", "llama-3.2-1b"),
     "smollm2-135m+1.7b": ("smollm2-1.7b", "smollm2-135m"),
     "smollm2-135m": ("smollm2-135m", "smollm2-5-layers"),
+    "tiny": ("tiny", "tiny"),
 }
 BLOCK = 2**20  # values drawn, which the weights repeat: drawing billions would take minutes
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,10 +21,11 @@ from tqdm import tqdm
 
 from .. import host, measuring, pairs
 from ..acceptance import Cactus
+from ..probabilities import Normaliser, normalise
 from ..report import aligned, versions
 from ..verification import verify_block
 from .provenance import git_revision
-from .writing import write_json_lines
+from .writing import WIDTH, write_json_lines
 
 
 VOCAB_SIZES = (32000, 151936)
@@ -31,7 +33,8 @@ TURN_SECONDS = 0.1  # least time of a way's part of a turn
 GATHERS = ("gather", "index", "index_select", "searchsorted")  # read what they return, not all they are given
 LEGEND = (
     "ms: median of the calls. bytes: read and written by the operations of a call, in units of V a request; a dash "
-    "where kernels of our own do the work, which are not seen. Ours also returns the KL spent."
+    "where kernels of our own do the work, which are not seen. Ours also returns the KL spent. *: as in the loop, where the "
+    "draft has kept the sums by which it drew."
 )
 
 
@@ -68,7 +71,7 @@ def run_verify(args: argparse.Namespace) -> int:
             found[shape] = measure(block, args.repeats)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device}"
     kind = str(dtype).removeprefix("torch.")
-    print(f"verification of drawn logits, {kind} on {where}\n\n{table(found)}\n\n{LEGEND}")
+    print(f"verification of drawn logits, {kind} on {where}\n\n{table(found)}\n\n{textwrap.fill(LEGEND, WIDTH)}")
     if args.json:
         facts: dict[str, Any] = {"device": where, "dtype": kind, "threads": torch.get_num_threads()}
         facts |= {"versions": versions(), "git_revision": git_revision(), "seed": args.seed}
@@ -93,16 +96,17 @@ def ways(block: Block) -> dict[str, Callable[[], object]]:
     device = block.draft_tokens.device
     lengths = torch.full((batch_size,), num_drafts, device=device)
 
-    def ours() -> object:
+    def ours(normaliser: Normaliser | None = None) -> object:
         uniforms = torch.rand(batch_size, num_drafts + 1, dtype=torch.float64, device=device)
         drafted = block.draft_tokens, block.draft_logits
-        return verify_block(block.target_logits, *drafted, Cactus(0.0), lengths, uniforms)
+        return verify_block(block.target_logits, *drafted, Cactus(0.0), lengths, uniforms, normaliser)
 
     def stock() -> object:
         # Its loop widens logits first
         return host.stock_verification(block.draft_tokens, block.draft_logits.float(), block.target_logits.float())
 
-    found = {"cactus_hf": ours, "stock": stock, "naive": lambda: naive(block)}
+    kept = normalise(block.draft_logits)
+    found = {"cactus_hf": ours, "cactus_hf*": lambda: ours(kept), "stock": stock, "naive": lambda: naive(block)}
     return found if batch_size == 1 else {name: way for name, way in found.items() if name != "stock"}
 
 
@@ -145,8 +149,8 @@ def bytes_moved(call: Callable[[], object]) -> int:
 
     Counted by what each operation is given and returns: every tensor among its arguments is read once, whole, and
     every tensor it returns is written once. Views cost nothing. Operations that pick entries (`GATHERS`) read as much
-    as they return. So it is the traffic of operations run one after another without a cache between them: an
-    operation's own temporaries, and what a cache saves, are left out.
+    as they return. So it is the traffic of operations run one after another without a cache between them: what a cache
+    saves is left out, and so is what an operation does inside, as softmax, which reads its rows more than once.
     """
     counter = _ByteCounter()
     with counter:
