@@ -16,7 +16,8 @@ from ..acceptance import AcceptanceRule
 
 
 if TYPE_CHECKING:
-    from ..verification import Normaliser, Verification
+    from ..probabilities import Normaliser
+    from ..verification import Verification
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

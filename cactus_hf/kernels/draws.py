@@ -1,9 +1,9 @@
 """Second pass: the token that follows the drafts kept, by inverting a cumulative sum at one uniform.
 
-At most one row a sequence is read, with the draft's row beside it: the row of the first rejection if the rule's
-residual is max(a q - b p, 0) with b above 0, and the row behind the drafts if none was rejected. Where the target's law
-itself is drawn from, the first pass has summed the tiles already. `_next_tiles` sums the weights of each tile; `_draw`
-picks a tile by these sums, then a token in it.
+At most one row a sequence is read, and the draft's row beside it: that of the first rejection, if the rule's residual
+is max(a q - b p, 0) with b above 0, or the row behind the drafts, if none was rejected. Where the target's law itself
+is drawn from, the first pass has summed the tiles already. `_next_tiles` sums the weights of each tile; `_draw` picks
+a tile by these sums, then a token in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..acceptance import AcceptanceRule
 from ..verification import Verification
 from .normalise import Block
 from .tiles import NUM_WARPS, base_of, is_finite, load_row, merge, peak_of
@@ -23,7 +22,7 @@ def draw_next(
     target_logits: Tensor,
     tokens: Tensor,
     draft_logits: Tensor | None,
-    rule: AcceptanceRule,
+    scales: tuple[Tensor | float, Tensor | float],
     uniforms: Tensor,
     block: Block,
     result: Verification,
@@ -33,10 +32,9 @@ def draw_next(
     batch_size, num_drafted = tokens.shape
     vocab_size = target_logits.shape[2]
     num_tiles = triton.cdiv(vocab_size, tile)
-    scales = rule.residual_scales(block.drafted)
-    target_scale, draft_scale = (_spread(scale, block.drafted.target_prob) for scale in scales or (1.0, 0.0))
+    target_scale, draft_scale = (_spread(scale, block.drafted.target_prob) for scale in scales)
     draft_rows = target_logits if draft_logits is None else draft_logits
-    normaliser = (block.target_peak,) * 2 if block.draft is None else block.draft
+    normaliser = block.target if block.draft is None else block.draft
     sums = torch.empty(batch_size, num_tiles, dtype=torch.float64, device=tokens.device)
     rows = (
         target_logits, *target_logits.stride(), draft_rows, *draft_rows.stride(), vocab_size, tokens,

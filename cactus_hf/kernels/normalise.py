@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..acceptance import AcceptanceRule, Drafted
-from ..verification import Normaliser
+from ..probabilities import Normaliser
 from .tiles import NUM_WARPS, base_of, load_row, merge, peak_of
 
 
 class Tiles(NamedTuple):
-    """Peak and total of each tile, one row of tiles a position; the row behind the drafts is left to the second pass."""
+    """Peak and total of each tile. The row behind the drafts is left to the second pass."""
 
     peak: Tensor  # [B, m or m + 1, tiles] float32
     total: Tensor  # [B, m or m + 1, tiles] float32
@@ -29,7 +29,7 @@ class Block(NamedTuple):
     """What the first pass finds out."""
 
     drafted: Drafted  # [B, m] float64; at positions behind the drafts, zeros
-    target_peak: Tensor  # [B, m] float64
+    target: Normaliser  # [B, m] float64
     target_tiles: Tiles
     draft: Normaliser | None  # [B, m] float64
 
@@ -62,17 +62,17 @@ def read_block(
             num_tiles, *draft, moment, rank, TILE=tile, WITH_ENTROPY=False, WITH_RANK=False, num_warps=NUM_WARPS,
         )  # fmt: skip
 
-    scalars = torch.empty(6, batch_size, num_drafted, dtype=torch.float64, device=tokens.device)
-    target_peak, target_prob, draft_prob, entropy, draft_peak, draft_total = scalars
+    scalars = torch.empty(7, batch_size, num_drafted, dtype=torch.float64, device=tokens.device)
+    target_peak, target_total, target_prob, draft_prob, entropy, draft_peak, draft_total = scalars
     ranks = torch.empty_like(tokens, dtype=torch.int64)
     if draft_normaliser is not None:
         draft_peak, draft_total = (field.double().contiguous() for field in draft_normaliser)
     draft_rows = target_logits if draft_logits is None else draft_logits
     _drafted[(batch_size * num_drafted,)](
         target_logits, *target_logits.stride(), draft_rows, *draft_rows.stride(), tokens, draft_lengths, num_drafted,
-        num_tiles, *target, moment, rank, *draft, target_peak, target_prob, draft_prob, entropy, ranks,
-        draft_peak, draft_total, TILES=triton.next_power_of_2(num_tiles), HAS_DRAFT=draft_logits is not None,
-        IS_GIVEN=draft_normaliser is not None, **needs, num_warps=1,
+        num_tiles, *target, moment, rank, *draft, target_peak, target_total, target_prob, draft_prob,
+        entropy, ranks, draft_peak, draft_total, TILES=triton.next_power_of_2(num_tiles),
+        HAS_DRAFT=draft_logits is not None, IS_GIVEN=draft_normaliser is not None, **needs, num_warps=1,
     )  # fmt: skip
     return Block(
         Drafted(
@@ -81,7 +81,7 @@ def read_block(
             entropy if "entropy" in rule.needs else None,
             ranks if "rank" in rule.needs else None,
         ),
-        target_peak,
+        Normaliser(target_peak, target_total),
         target,
         None if draft_logits is None else Normaliser(draft_peak, draft_total),
     )
@@ -123,7 +123,7 @@ def _tile_sums(
 def _drafted(
     target, target_stride_b, target_stride_i, target_stride_v, draft, draft_stride_b, draft_stride_i, draft_stride_v,
     tokens, draft_lengths, num_drafted, num_tiles, peaks, totals, moments, tile_ranks, draft_peaks, draft_totals,
-    out_peak, out_prob, out_draft_prob, out_entropy, out_rank, draft_peak, draft_total,
+    out_peak, out_total, out_prob, out_draft_prob, out_entropy, out_rank, draft_peak, draft_total,
     TILES: tl.constexpr, HAS_DRAFT: tl.constexpr, IS_GIVEN: tl.constexpr,
     WITH_ENTROPY: tl.constexpr, WITH_RANK: tl.constexpr,
 ):  # fmt: skip
@@ -133,6 +133,7 @@ def _drafted(
     b = out // num_drafted
     if i >= tl.load(draft_lengths + b):
         tl.store(out_peak + out, 0.0)
+        tl.store(out_total + out, 1.0)
         tl.store(out_prob + out, 0.0)
         tl.store(out_draft_prob + out, 0.0)
         tl.store(out_entropy + out, 0.0)
@@ -143,6 +144,7 @@ def _drafted(
     peak, total, factor, tile_peak, tile_total = merge(peaks, totals, start, num_tiles, TILES)
     token_logit = tl.load(target + b * target_stride_b + i * target_stride_i + token * target_stride_v)
     tl.store(out_peak + out, peak)
+    tl.store(out_total + out, total)
     tl.store(out_prob + out, tl.exp(token_logit.to(tl.float64) - peak) / total)
     index = tl.arange(0, TILES)
     if WITH_ENTROPY:

@@ -31,7 +31,7 @@ def scan(block: Block, rule: AcceptanceRule, draft_lengths: Tensor, uniforms: Te
     draft_peak = drafted.draft_prob if block.draft is None else block.draft.peak
     _scan[(batch_size,)](
         rule.accept(drafted).contiguous(), rule.raised_prob(drafted).contiguous(), drafted.target_prob,
-        drafted.draft_prob, block.target_peak, draft_peak, uniforms, draft_lengths, num_drafted,
+        drafted.draft_prob, block.target.peak, draft_peak, uniforms, draft_lengths, num_drafted,
         result.num_accepted, result.is_boosted, result.ball_kl, result.num_verified, result.draft_lengths,
         result.bad_target, SIZE=triton.next_power_of_2(max(num_drafted, 1)), num_warps=1,
     )  # fmt: skip
