@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 from transformers.generation import GenerationConfig, PrefixConstrainedLogitsProcessor
 from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
+from transformers.generation.utils import _speculative_sampling
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import ModelOutput
 
@@ -259,3 +260,18 @@ def split_by_row(processor: Any, num_rows: int) -> Any:
         return PrefixConstrainedLogitsProcessor(lambda _, text: function(number, text), 1)
 
     return RowProcessors([of_row(row) for row in range(num_rows)])
+
+
+def stock_verification(draft_tokens: Tensor, draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    What transformers does with one sequence's block, for comparisons: the tokens it goes on with, and how many of the
+    drafts are among them.
+
+    Args:
+        draft_tokens (`torch.Tensor` of shape `[1, m]`): the drafts.
+        draft_logits (`torch.Tensor` of shape `[1, m, V]`): the draft's.
+        target_logits (`torch.Tensor` of shape `[1, m + 1, V]`): the target's.
+    """
+    arguments = (draft_tokens, draft_logits, draft_tokens.shape[1], target_logits)
+    is_older = "is_done_candidate" in inspect.signature(_speculative_sampling).parameters  # transformers 5.17
+    return _speculative_sampling(*arguments, *[False] * is_older)

@@ -1,4 +1,4 @@
-"""The fused kernels against the reference: equal for the same uniforms. In Triton's interpreter, if there is no GPU."""
+"""The fused kernels against the reference, equal for the same uniforms; in Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 

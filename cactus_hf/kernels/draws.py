@@ -38,17 +38,13 @@ def draw_next(
     sums = torch.empty(batch_size, num_tiles, dtype=torch.float64, device=tokens.device)
     rows = (
         target_logits, *target_logits.stride(), draft_rows, *draft_rows.stride(), vocab_size, tokens,
-        target_scale, *target_scale.stride(), draft_scale, *draft_scale.stride(), *normaliser, num_drafted, num_tiles,
-        result.num_accepted, result.draft_lengths, *block.target_tiles, sums,
+        target_scale, *target_scale.stride(), draft_scale, *draft_scale.stride(), *block.target, *normaliser,
+        num_drafted, num_tiles, result.num_accepted, result.draft_lengths, *block.target_tiles, sums,
     )  # fmt: skip
-    options = {
-        "TILE": tile,
-        "TILES": triton.next_power_of_2(num_tiles),
-        "HAS_DRAFT": draft_logits is not None,
-        "num_warps": NUM_WARPS,
-    }
+    options = {"TILE": tile, "HAS_DRAFT": draft_logits is not None, "num_warps": NUM_WARPS}
     _next_tiles[(batch_size * num_tiles,)](*rows, **options)
-    _draw[(batch_size,)](*rows, uniforms, result.next_token, result.bad_target, **options)
+    tiles = triton.next_power_of_2(num_tiles)
+    _draw[(batch_size,)](*rows, uniforms, result.next_token, result.bad_target, TILES=tiles, **options)
 
 
 def _spread(scale: Tensor | float, like: Tensor) -> Tensor:
@@ -78,8 +74,8 @@ def _residual(
 def _next_tiles(
     target, target_stride_b, target_stride_i, target_stride_v, draft, draft_stride_b, draft_stride_i, draft_stride_v,
     vocab_size, tokens, target_scales, target_scale_b, target_scale_i, draft_scales, draft_scale_b, draft_scale_i,
-    draft_peaks, draft_totals, num_drafted, num_tiles, num_accepted, lengths, peaks, totals, sums,
-    TILE: tl.constexpr, TILES: tl.constexpr, HAS_DRAFT: tl.constexpr,
+    target_peaks, target_totals, draft_peaks, draft_totals, num_drafted, num_tiles, num_accepted, lengths,
+    peaks, totals, sums, TILE: tl.constexpr, HAS_DRAFT: tl.constexpr,
 ):  # fmt: skip
     """One tile of the row that the next token comes from."""
     program = tl.program_id(0).to(tl.int64)
@@ -101,13 +97,16 @@ def _next_tiles(
     target_scale = tl.load(target_scales + b * target_scale_b + i * target_scale_i).to(tl.float32)
     at = b * num_drafted + i
     token = tl.load(tokens + at).to(tl.int64)
-    peak, total, _, _, _ = merge(peaks, totals, start, num_tiles, TILES)
+    peak = tl.load(target_peaks + at)
+    total = tl.load(target_totals + at)
     tile_peak = tl.load(peaks + start + tile).to(tl.float64)
     tile_prob = tl.exp(tile_peak - peak) * tl.load(totals + start + tile) / total
     is_read = tile_prob > 0
     if not HAS_DRAFT:
         is_read = token // TILE == tile
-    tile_sum = target_scale * tile_prob  # of a tile in which p is 0, or q is
+    # Of a tile in which p is 0, or q is. Below float32's range the weights in it are 0 as well.
+    tile_sum = target_scale * tile_prob
+    tile_sum = tl.where(tile_sum > 1e-30, tile_sum, 0.0)
     if is_read:
         weights = _residual(
             target_row, target_stride_v, peak.to(tl.float32), total.to(tl.float32), target_scale,
@@ -122,8 +121,9 @@ def _next_tiles(
 def _draw(
     target, target_stride_b, target_stride_i, target_stride_v, draft, draft_stride_b, draft_stride_i, draft_stride_v,
     vocab_size, tokens, target_scales, target_scale_b, target_scale_i, draft_scales, draft_scale_b, draft_scale_i,
-    draft_peaks, draft_totals, num_drafted, num_tiles, num_accepted, lengths, peaks, totals, sums, uniforms,
-    next_token, bad_target, TILE: tl.constexpr, TILES: tl.constexpr, HAS_DRAFT: tl.constexpr,
+    target_peaks, target_totals, draft_peaks, draft_totals, num_drafted, num_tiles, num_accepted, lengths,
+    peaks, totals, sums, uniforms, next_token, bad_target,
+    TILE: tl.constexpr, TILES: tl.constexpr, HAS_DRAFT: tl.constexpr,
 ):  # fmt: skip
     """The next token of one sequence."""
     b = tl.program_id(0).to(tl.int64)
