@@ -74,8 +74,7 @@ class AcceptanceRule(ABC):
         scales = self.residual_scales(drafted)
         if scales is None:
             raise NotImplementedError(f"{type(self).__name__} needs `residual_scales` or `residual`.")
-        a, b = (scale.unsqueeze(-1).to(target_probs.dtype) if isinstance(scale, Tensor) else scale for scale in scales)
-        return (a * target_probs - b * draft_probs).clamp_(min=0)
+        return (_scaled(target_probs, scales[0]) - _scaled(draft_probs, scales[1])).clamp_(min=0)
 
     def raised_prob(self, drafted: Drafted) -> Tensor:
         """The probability of `n` in the law aimed at once `n` is known: q_n, unless the rule raises it."""
@@ -287,6 +286,13 @@ def gamma(q: Parameter, delta: Parameter) -> float | Tensor:
 def scale_of_others(raised_prob: Tensor, target_prob: Tensor) -> Tensor:
     """The factor s on every token but n when n goes from q_n to gamma_n; 0 where q_n = 1 leaves no other token."""
     return torch.where(target_prob < 1, (1 - raised_prob) / (1 - target_prob), 0.0)
+
+
+def _scaled(probs: Tensor, scale: Tensor | float) -> Tensor:
+    """Rows `[B, V]` times a number, or one `[B]` a row."""
+    if isinstance(scale, Tensor):
+        return scale.to(probs.dtype).unsqueeze(-1) * probs
+    return probs if scale == 1 else scale * probs
 
 
 def _taylor_gamma(target_prob: Tensor, delta: float | Tensor) -> Tensor:

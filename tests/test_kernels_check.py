@@ -87,7 +87,7 @@ class TestChecks:
 
     @pytest.mark.parametrize("rule", [Cactus(0.3), Mixture(0.4)], ids=str)
     def test_laws(self, rule: Any) -> None:
-        assert check_laws([rule], size=250, vocab_size=8, tile=16) == []
+        assert check_laws([rule], size=150, vocab_size=8, tile=16) == []
 
     def test_chance(self) -> None:
         law = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)

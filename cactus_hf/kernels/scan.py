@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,7 @@ from .tiles import is_finite
 
 def scan(block: Block, rule: AcceptanceRule, draft_lengths: Tensor, uniforms: Tensor) -> Verification:
     """All of the result but `next_token`, which is left empty, and a bad row behind drafts that were all kept."""
-    drafted = block.drafted
+    drafted, raised_prob = block.drafted, cast(Tensor, block.drafted.raised_prob)
     batch_size, num_drafted = drafted.target_prob.shape
     device = draft_lengths.device
     result = Verification(
@@ -30,7 +32,7 @@ def scan(block: Block, rule: AcceptanceRule, draft_lengths: Tensor, uniforms: Te
     # Without a draft's logits its law is one-hot, of a peak that is finite.
     draft_peak = drafted.draft_prob if block.draft is None else block.draft.peak
     _scan[(batch_size,)](
-        rule.accept(drafted).contiguous(), rule.raised_prob(drafted).contiguous(), drafted.target_prob,
+        rule.accept(drafted).contiguous(), raised_prob.contiguous(), drafted.target_prob,
         drafted.draft_prob, block.target.peak, draft_peak, uniforms, draft_lengths, num_drafted,
         result.num_accepted, result.is_boosted, result.ball_kl, result.num_verified, result.draft_lengths,
         result.bad_target, SIZE=triton.next_power_of_2(max(num_drafted, 1)), num_warps=1,

@@ -44,6 +44,7 @@ def verify_block(
     given = None if draft_logits is None else draft_normaliser
     with torch.cuda.device_of(target_logits):  # Triton launches on the current device
         block = read_block(target_logits, tokens, draft_logits, rule, draft_lengths, given, tile)
+        block = block._replace(drafted=block.drafted._replace(raised_prob=rule.raised_prob(block.drafted)))
         result = scan(block, rule, draft_lengths, uniforms)
         scales = _residual_scales(rule, block.drafted)
         draw_next(target_logits, tokens, draft_logits, scales or _TARGET, uniforms, block, result, tile)
