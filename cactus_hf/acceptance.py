@@ -57,9 +57,24 @@ class AcceptanceRule(ABC):
     def accept(self, drafted: Drafted) -> Tensor:
         """The probability, in [0, 1], of keeping each drafted token."""
 
-    @abstractmethod
+    def residual_scales(self, drafted: Drafted) -> tuple[Tensor | float, Tensor | float] | None:
+        """
+        Factors a and b, 0 or more, of a residual that is max(a q - b p, 0); `None` if it has another form.
+
+        Each is a number or has the shape of `drafted`. The kernels draw from residuals of this form only.
+        """
+        return None
+
     def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
-        """Weights `[B, V]`, of any sum, of the token that replaces a rejected one. Where they sum to 0, q is used."""
+        """
+        Weights `[B, V]`, of any sum, of the token that replaces a rejected one. Where they sum to 0, q is used.
+
+        Made of `residual_scales`; a rule without them has a `residual` of its own.
+        """
+        scales = self.residual_scales(drafted)
+        if scales is None:
+            raise NotImplementedError(f"{type(self).__name__} needs `residual_scales` or `residual`.")
+        return (_scaled(target_probs, scales[0]) - _scaled(draft_probs, scales[1])).clamp_(min=0)
 
     def raised_prob(self, drafted: Drafted) -> Tensor:
         """The probability of `n` in the law aimed at once `n` is known: q_n, unless the rule raises it."""
@@ -115,10 +130,9 @@ class Cactus(AcceptanceRule):
     def accept(self, drafted: Drafted) -> Tensor:
         return _ratio(self.raised_prob(drafted), drafted.draft_prob)
 
-    def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
+    def residual_scales(self, drafted: Drafted) -> tuple[Tensor, float]:
         # (h - p)_+. It is 0 at n without a special case, as n is rejected only if p_n > gamma_n >= q_n >= s q_n.
-        scale = scale_of_others(self.raised_prob(drafted), drafted.target_prob).to(target_probs.dtype)
-        return (scale.unsqueeze(-1) * target_probs - draft_probs).clamp_(min=0)
+        return scale_of_others(self.raised_prob(drafted), drafted.target_prob), 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +144,8 @@ class SpeculativeSampling(AcceptanceRule):
     def accept(self, drafted: Drafted) -> Tensor:
         return _ratio(drafted.target_prob, drafted.draft_prob)
 
-    def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
-        return (target_probs - draft_probs).clamp_(min=0)
+    def residual_scales(self, drafted: Drafted) -> tuple[float, float]:
+        return 1.0, 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,9 +184,12 @@ class TypicalAcceptance(AcceptanceRule):
         is_kept = (target_prob > typical.clamp(max=per_row(self.epsilon, target_prob))) | (target_prob == 1)
         return is_kept.to(target_prob.dtype)
 
+    def residual_scales(self, drafted: Drafted) -> tuple[float, float] | None:
+        return (1.0, 0.0) if self.recovery == "sample" else None
+
     def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
         if self.recovery == "sample":
-            return target_probs
+            return super().residual(target_probs, draft_probs, drafted)
         return torch.zeros_like(target_probs).scatter(-1, target_probs.argmax(-1, keepdim=True), 1.0)
 
 
@@ -199,8 +216,8 @@ class TopK(AcceptanceRule):
         is_kept = (rank < per_row(self.k, rank)) & (drafted.target_prob > 0)
         return is_kept.to(drafted.target_prob.dtype)
 
-    def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
-        return target_probs
+    def residual_scales(self, drafted: Drafted) -> tuple[float, float]:
+        return 1.0, 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,8 +245,8 @@ class Mixture(AcceptanceRule):
         excess = drafted.target_prob - drafted.draft_prob
         return _ratio(drafted.draft_prob + per_row(self.weight, excess) * excess, drafted.draft_prob)
 
-    def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
-        return (target_probs - draft_probs).clamp_(min=0)
+    def residual_scales(self, drafted: Drafted) -> tuple[float, float]:
+        return 1.0, 1.0
 
 
 def gamma(q: Parameter, delta: Parameter) -> float | Tensor:
@@ -269,6 +286,13 @@ def gamma(q: Parameter, delta: Parameter) -> float | Tensor:
 def scale_of_others(raised_prob: Tensor, target_prob: Tensor) -> Tensor:
     """The factor s on every token but n when n goes from q_n to gamma_n; 0 where q_n = 1 leaves no other token."""
     return torch.where(target_prob < 1, (1 - raised_prob) / (1 - target_prob), 0.0)
+
+
+def _scaled(probs: Tensor, scale: Tensor | float) -> Tensor:
+    """Rows `[B, V]` times a number, or one `[B]` a row."""
+    if isinstance(scale, Tensor):
+        return scale.to(probs.dtype).unsqueeze(-1) * probs
+    return probs if scale == 1 else scale * probs
 
 
 def _taylor_gamma(target_prob: Tensor, delta: float | Tensor) -> Tensor:

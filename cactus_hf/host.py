@@ -21,9 +21,9 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 from transformers.generation import GenerationConfig, PrefixConstrainedLogitsProcessor
-from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
+from transformers.generation.utils import _speculative_sampling
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import ModelOutput
 
@@ -263,7 +263,15 @@ def split_by_row(processor: Any, num_rows: int) -> Any:
 
 
 def stock_verification(draft_tokens: Tensor, draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers' own check of drafts [1, m] by logits [1, m, V] and [1, m + 1, V], to be compared with ours."""
-    check = generation_utils._speculative_sampling
-    is_done = {"is_done_candidate": False} if "is_done_candidate" in inspect.signature(check).parameters else {}
-    return check(draft_tokens, draft_logits, draft_tokens.shape[1], target_logits, **is_done)
+    """
+    What transformers does with one sequence's block, for comparisons: the tokens it goes on with, and how many of the
+    drafts are among them.
+
+    Args:
+        draft_tokens (`torch.Tensor` of shape `[1, m]`): the drafts.
+        draft_logits (`torch.Tensor` of shape `[1, m, V]`): the draft's.
+        target_logits (`torch.Tensor` of shape `[1, m + 1, V]`): the target's.
+    """
+    arguments = (draft_tokens, draft_logits, draft_tokens.shape[1], target_logits)
+    is_older = "is_done_candidate" in inspect.signature(_speculative_sampling).parameters  # transformers 5.17
+    return _speculative_sampling(*arguments, *[False] * is_older)

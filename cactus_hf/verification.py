@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import kernels
 from .acceptance import AcceptanceRule, Drafted, SpeculativeSampling
 from .checks import bad_target_error, check_block, check_draft_lengths, check_uniforms, warn_bad_draft
 from .parameters import move_rule
@@ -120,6 +121,10 @@ def verify_block(
     Of each position it reads the normaliser and the drafted token's logit, and of each sequence one whole row. A draft
     that has kept the `draft_normaliser` `[B, m]` of its rows spares them the reading.
     """
+    if kernels.serves(target_logits, draft_logits, rule):
+        return kernels.verify_block(
+            target_logits, draft_tokens, draft_logits, rule, draft_lengths, uniforms, draft_normaliser
+        )
     num_drafted = draft_tokens.shape[1]
     position = torch.arange(num_drafted, device=draft_tokens.device)
     is_drafted = position < draft_lengths.unsqueeze(1)
@@ -148,7 +153,7 @@ def verify_block(
     # A GPU cannot be asked, but on a CPU a round that keeps all drafts needs none of their rows
     if num_drafted > 0 and not (is_rejected.is_cpu and not is_rejected.any()):
         at = num_accepted.clamp(max=num_drafted - 1)  # the first rejection, or a row whose residual is not used
-        weights = _replacement(weights, tokens, draft_logits, draft, rule, drafted, at, is_rejected)
+        weights = replacement(weights, tokens, draft_logits, draft, rule, drafted, at, is_rejected)
     next_token = draw(weights, uniforms[:, num_drafted])
 
     is_lossless = tests < SpeculativeSampling().accept(drafted)
@@ -164,7 +169,7 @@ def verify_block(
     )
 
 
-def _replacement(
+def replacement(
     target_probs: Tensor,
     tokens: Tensor,
     draft_logits: Tensor | None,

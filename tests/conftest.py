@@ -13,6 +13,9 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on the CPU; read when triton is first imported
+
 # Tiny models only lose time on more threads, and sums come out in the same order everywhere.
 torch.set_num_threads(int(os.environ.get("CACTUS_HF_TEST_THREADS", "1")))
 
