@@ -33,8 +33,8 @@ TURN_SECONDS = 0.1  # least time of a way's part of a turn
 GATHERS = ("gather", "index", "index_select", "searchsorted")  # read what they return, not all they are given
 LEGEND = (
     "ms: median of the calls. bytes: read and written by the operations of a call, in units of V a request; a dash "
-    "where kernels of our own do the work, which are not seen. Ours also returns the KL spent. *: as in the loop, where the "
-    "draft has kept the sums by which it drew."
+    "where kernels of our own do the work, which are not seen. Ours also returns the KL spent. *: as in the loop, "
+    "where the draft has kept the sums by which it drew."
 )
 
 
