@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,12 @@ def test_plot(folders, tmp_path) -> None:
     asked = ["--methods", "plain", "cactus", "--contexts", "20", "30", "--batch-sizes", "1", "2"]
     assert bench(*folders, *asked, "--plot", str(picture)) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert bench("--plot", "speed.png") == 2
+    assert "pip install 'cactus_hf[plot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

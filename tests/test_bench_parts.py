@@ -104,6 +104,19 @@ def test_stock_counts_are_those_of_a_perfect_draft() -> None:
     assert all(vars(draft.generation_config).get(name) == value for name, value in before.items())
 
 
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_passes_are_timed_in_a_turn_of_their_own_where_that_means_to_wait(is_in_step: bool, monkeypatch) -> None:
+    monkeypatch.setattr(running, "works_in_step", lambda device: is_in_step)
+    each = decoders(*tiny.pair("llama", eps=0.1))
+    runs = []
+    monkeypatch.setattr(each, "run", lambda *a, run=each.run, **own: runs.append(own["is_timing"]) or run(*a, **own))
+    cell = running.Cell(2, None, [batch()])
+    (found,) = running.measure(each, cell, [methods.Method("cactus", 3, 0.0)], 0, 2, progress=lambda name: None)
+    assert runs == [False, True, True] if is_in_step else runs == [False, False, True, False]
+    assert len(found.seconds) == 2 and found.overhead_ms > 0 and 0 < found.efficiency < math.inf
+    assert found.pass_ms("target") > 0 and sum(each.num for each in found.passes if each.shape.role == "target") > 8
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, about their calls
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_economize_writes_and_counts(do_sample: bool) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from .. import measuring
 from ..measuring import Counts
 from . import memory, rivals
@@ -127,7 +129,7 @@ def measure(
         progress (`Callable`): Called with the name of what has been done, `1 + repeats` times a method.
     """
     device = decoders.target.device
-    is_host_waiting = device.type == "cpu"  # then noting the time of each pass costs nothing to speak of
+    is_in_step = works_in_step(device)
     kl = {method: _warm_up(decoders, cell, method, seed, progress) for method in methods}
     new_tokens = decoders.options["max_new_tokens"]
     width = max(batch.input_ids.shape[1] for batch in cell.batches)
@@ -137,10 +139,10 @@ def measure(
     for turn in measuring.turns(repeats):
         for method in methods:
             memory.reset_peak(device)
-            calls = decoders.run(method, cell.batches, seed + turn, is_timing=is_host_waiting)
+            calls = decoders.run(method, cell.batches, seed + turn, is_timing=is_in_step)
             turns[method].append(Turn(calls, memory.peak(device)))
             # Elsewhere waiting for each pass would slow the turn, so passes are timed in one of their own
-            if is_host_waiting:
+            if is_in_step:
                 timed[method] += calls
             elif turn == 0:
                 timed[method] = decoders.run(method, cell.batches, seed, is_timing=True)
@@ -149,6 +151,11 @@ def measure(
         bare.measure(shapes, {key for method in methods for key in _prompt_passes(turns[method])})
     alone = {method for method in methods if cell.batch_size > 1 and not decoders.takes_batches(method.kind)}
     return [_sum_up(method, method in alone, turns[method], timed[method], bare, kl[method]) for method in methods]
+
+
+def works_in_step(device: torch.device) -> bool:
+    """Whether a pass is done when its call returns, so that its time can be noted without waiting for it."""
+    return device.type == "cpu"
 
 
 def _warm_up(

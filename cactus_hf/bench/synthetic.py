@@ -26,5 +26,5 @@ class AcceptByLot(AcceptanceRule):
     def accept(self, drafted: Drafted) -> Tensor:
         return torch.full_like(drafted.target_prob, self.acceptance)
 
-    def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
-        return (target_probs - draft_probs).clamp_(min=0)
+    def residual_scales(self, drafted: Drafted) -> tuple[float, float]:
+        return 1.0, 1.0

@@ -12,29 +12,30 @@ import statistics
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-from .. import host, measuring, pairs
+from .. import host, kernels, measuring, pairs
 from ..acceptance import Cactus
 from ..probabilities import Normaliser, normalise
 from ..report import aligned, versions
-from ..verification import verify_block
+from ..verification import Verification, verify_block
 from .provenance import git_revision
 from .writing import WIDTH, write_json_lines
 
 
 VOCAB_SIZES = (32000, 151936)
+RULE = Cactus(0.0)
+OURS = ("cactus_hf", "cactus_hf*")  # with the draft's own sums the second
 TURN_SECONDS = 0.1  # least time of a way's part of a turn
 GATHERS = ("gather", "index", "index_select", "searchsorted")  # read what they return, not all they are given
 LEGEND = (
-    "ms: median of the calls. bytes: read and written by the operations of a call, in units of V a request; a dash "
-    "where kernels of our own do the work, which are not seen. Ours also returns the KL spent. *: as in the loop, "
-    "where the draft has kept the sums by which it drew."
+    "ms: median of the calls. bytes: read and written by the operations of a call, or by our kernels, in units of V a "
+    "request. Ours also returns the KL spent. *: as in the loop, where the draft has kept the sums by which it drew."
 )
 
 
@@ -51,7 +52,7 @@ class Measured(NamedTuple):
 
     way: str
     milliseconds: list[float]
-    bytes_per_request: float | None  # in units of V
+    bytes_per_request: float  # in units of V
 
 
 def run_verify(args: argparse.Namespace) -> int:
@@ -99,14 +100,15 @@ def ways(block: Block) -> dict[str, Callable[[], object]]:
     def ours(normaliser: Normaliser | None = None) -> object:
         uniforms = torch.rand(batch_size, num_drafts + 1, dtype=torch.float64, device=device)
         drafted = block.draft_tokens, block.draft_logits
-        return verify_block(block.target_logits, *drafted, Cactus(0.0), lengths, uniforms, normaliser)
+        return verify_block(block.target_logits, *drafted, RULE, lengths, uniforms, normaliser)
 
     def stock() -> object:
         # Its loop widens logits first
         return host.stock_verification(block.draft_tokens, block.draft_logits.float(), block.target_logits.float())
 
     kept = normalise(block.draft_logits)
-    found = {"cactus_hf": ours, "cactus_hf*": lambda: ours(kept), "stock": stock, "naive": lambda: naive(block)}
+    both = dict(zip(OURS, (ours, lambda: ours(kept)), strict=True))
+    found: dict[str, Callable[[], object]] = {**both, "stock": stock, "naive": lambda: naive(block)}
     return found if batch_size == 1 else {name: way for name, way in found.items() if name != "stock"}
 
 
@@ -128,10 +130,8 @@ def measure(block: Block, repeats: int) -> list[Measured]:
     moved = {}
     for name, call in calls.items():
         call()
-        num_bytes = bytes_moved(call)
-        # Less than the target's logits cannot be: kernels of our own, which torch does not see, must have read them
-        is_seen = num_bytes >= block.target_logits.nbytes
-        moved[name] = num_bytes / (batch_size * vocab_size) if is_seen else None
+        is_fused = name in OURS and kernels.serves(block.target_logits, block.draft_logits, RULE)
+        moved[name] = _moved_by_kernels(call, block, name) if is_fused else bytes_moved(call)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in measuring.turns(repeats):
         for name, call in calls.items():
@@ -140,7 +140,24 @@ def measure(block: Block, repeats: int) -> list[Measured]:
                 seconds[name].append(measuring.timed(call, device)[1])
                 if time.perf_counter() > end:
                     break
-    return [Measured(name, [1e3 * each for each in seconds[name]], moved[name]) for name in calls]
+    requests = batch_size * vocab_size
+    return [Measured(name, [1e3 * each for each in seconds[name]], moved[name] / requests) for name in calls]
+
+
+def _moved_by_kernels(call: Callable[[], object], block: Block, name: str) -> int:
+    """By the kernels' own accounting, as torch does not see what they read; it depends on how many drafts are kept."""
+    from ..kernels import accounting  # imports Triton
+
+    batch_size, num_drafts = block.draft_tokens.shape
+    verdict = cast(Verification, call())
+    return accounting.bytes_moved(
+        batch_size,
+        num_drafts,
+        block.target_logits.shape[2],
+        block.target_logits.itemsize,
+        num_rejected=int((verdict.num_accepted < num_drafts).sum()),
+        has_normaliser=name == OURS[1],
+    )
 
 
 def bytes_moved(call: Callable[[], object]) -> int:
@@ -203,8 +220,7 @@ def table(found: Found) -> str:
             ratios = (f"{median[other] / median[way]:.2f}" if other in median else "-" for other in ("stock", "naive"))
             low, *_, high = statistics.quantiles(milliseconds, n=4) if len(milliseconds) > 1 else (*milliseconds,) * 2
             spread = f"{(high - low) / median[way]:.0%}"
-            bytes_said = "-" if moved is None else f"{moved:.1f}"
-            lines.append((way, *map(str, shape), f"{median[way]:.3f}", spread, *ratios, bytes_said))
+            lines.append((way, *map(str, shape), f"{median[way]:.3f}", spread, *ratios, f"{moved:.1f}"))
     return aligned(lines)
 
 
