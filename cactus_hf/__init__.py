@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .generation import disable, enable
     from .law import emitted_law
     from .outputs import SpeculativeOutput
+    from .packed_linears import pack_linears, unpack_linears
     from .verification import Verification, verify
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _HOMES = {
     "generation": ("disable", "enable"),
     "law": ("emitted_law",),
     "outputs": ("SpeculativeOutput",),
+    "packed_linears": ("pack_linears", "unpack_linears"),
     "verification": ("Verification", "verify"),
 }
 
@@ -54,7 +56,9 @@ __all__ = [
     "emitted_law",
     "enable",
     "gamma",
+    "pack_linears",
     "track",
+    "unpack_linears",
     "verify",
 ]
 

@@ -1,0 +1,125 @@
+"""`cactus-hf passes`: what a forward pass costs at each number of new tokens, and what packing its layers changes."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from .demo import number
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+WIDTHS = "1x1 1x2 1x3 1x4 1x5 1x6 1x8 1x11 8x1 8x5 1x100"
+
+
+def width(text: str) -> tuple[int, int]:
+    """An argparse type: rows and new tokens a row, as in "8x5"."""
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"needs rows and new tokens a row, such as 8x5, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command to `parser`."""
+    add, default = parser.add_argument, "(default: %(default)s)"
+    count = number(1, is_whole=True)
+    add("--model", metavar="ID", help="a folder or an id on the Hub (default: the embedded target)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help=f"of the weights {default}")
+    add("--widths", nargs="+", type=width, metavar="RxT", help=f"rows x new tokens of a pass (default: {WIDTHS})")
+    add("--cached", type=count, default=100, metavar="T", help=f"tokens in the cache before the pass {default}")
+    add("--repeats", type=count, default=15, metavar="N", help=f"passes of each kind, taking turns {default}")
+    add("--threads", type=count, metavar="N", help="threads that torch computes with (default: torch's choice)")
+    add("--json", action="store_true", help="print one line of JSON with all times instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM, __version__
+
+    from .embedded.pair import load_target
+    from .packed_linears import pack_linears
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    if args.model is None:
+        model, _ = load_target(device="cpu", dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
+    models = {"ordinary": model, "packed": pack_linears(copy.deepcopy(model))}
+    widths = args.widths or [width(text) for text in WIDTHS.split()]
+    times = measure(models, widths, args.cached, args.repeats)
+    described = {
+        "model": args.model or "embedded",
+        "dtype": args.dtype,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "transformers": __version__,
+        "cached": args.cached,
+        "largest_difference": largest_difference(models),
+    }
+    if args.json:
+        print(json.dumps(described | {"ms": times}))
+        return 0
+    print(", ".join(f"{name} {value}" for name, value in described.items()))
+    print("ms a pass of rows x new tokens".ljust(30) + "".join(f"{name:>9}" for name in times["ordinary"]))
+    for kind, of_kind in times.items():
+        for name, summary in (("fastest", min), ("median", statistics.median)):
+            print(f"{kind}, {name}".ljust(30) + "".join(f"{summary(each):9.1f}" for each in of_kind.values()))
+    return 0
+
+
+def measure(
+    models: dict[str, PreTrainedModel], widths: list[tuple[int, int]], num_cached: int, num_repeats: int
+) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of forward passes, by model and width; the models take turns."""
+    import torch
+    from tqdm import tqdm
+    from transformers import DynamicCache
+
+    from .host import CACHE_NAME
+
+    config = next(iter(models.values())).config
+    rows = max(num_rows for num_rows, _ in widths)
+    columns = num_cached + max(num_new for _, num_new in widths)
+    ids = torch.randint(config.vocab_size, (rows, columns), generator=torch.Generator().manual_seed(0))
+
+    def timed(model: PreTrainedModel, tokens: torch.Tensor, cache: Any) -> float:
+        began = time.perf_counter()
+        model(tokens, **{CACHE_NAME: cache})
+        return (time.perf_counter() - began) * 1e3
+
+    times: dict[str, dict[str, list[float]]] = {kind: {} for kind in models}
+    with torch.inference_mode():
+        filled = {}
+        for num_rows in {num_rows for num_rows, _ in widths}:
+            filled[num_rows] = DynamicCache(config=config)
+            models["ordinary"](ids[:num_rows, :num_cached], **{CACHE_NAME: filled[num_rows]})
+        for repeat in tqdm(range(num_repeats + 1), desc="Passes", unit="repeat", leave=False, disable=None):
+            for num_rows, num_new in widths:
+                for kind, model in models.items():
+                    cache = copy.deepcopy(filled[num_rows])
+                    milliseconds = timed(model, ids[:num_rows, num_cached : num_cached + num_new], cache)
+                    if repeat > 0:  # the first is warm-up
+                        times[kind].setdefault(f"{num_rows}x{num_new}", []).append(milliseconds)
+    return times
+
+
+def largest_difference(models: dict[str, PreTrainedModel]) -> float:
+    """Between the logits of the models, over 64 random tokens."""
+    import torch
+
+    vocab_size = models["ordinary"].config.vocab_size
+    ids = torch.randint(vocab_size, (1, 64), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        logits = [model(ids).logits.float() for model in models.values()]
+    return float((logits[0] - logits[1]).abs().max())

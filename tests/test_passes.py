@@ -1,0 +1,44 @@
+"""`cactus-hf passes` on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import tiny
+from cactus_hf.cli import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny.model("llama").save_pretrained(path)
+    return str(path)
+
+
+def test_table(folder, capsys):
+    assert main(["passes", "--model", folder, "--repeats", "1", "--widths", "1x1", "2x3", "--cached", "4"]) == 0
+    description, head, *lines = capsys.readouterr().out.splitlines()
+    assert "float32" in description
+    assert head.split()[-2:] == ["1x1", "2x3"]
+    assert [line[:7].strip(", ") for line in lines] == ["ordinar", "ordinar", "packed", "packed"]
+    assert all(len(line.split()) == 4 for line in lines)
+
+
+def test_json(folder, capsys):
+    options = ["--repeats", "2", "--widths", "1x2", "--cached", "1", "--dtype", "float32", "--json"]
+    assert main(["passes", "--model", folder, *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {kind: {name: len(each) for name, each in times.items()} for kind, times in result["ms"].items()} == {
+        "ordinary": {"1x2": 2},
+        "packed": {"1x2": 2},
+    }
+    assert 0 <= result["largest_difference"] < 1e-4  # rounding
+
+
+@pytest.mark.parametrize("text", ("8", "0x1", "1xa", "1x2x3"))
+def test_a_width_that_is_none(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["passes", "--widths", text])
+    assert "such as 8x5" in capsys.readouterr().err
