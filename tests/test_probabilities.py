@@ -1,0 +1,80 @@
+"""Normalisers and draws, and that no block of logits is ever copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cactus_hf import probabilities
+from cactus_hf.acceptance import Cactus, SpeculativeSampling
+from cactus_hf.probabilities import SCRATCH, draw, draw_from_logits, normalise
+from cactus_hf.verification import verify_block
+
+
+class Allocations(TorchDispatchMode):
+    """The largest tensor, in numbers, that any operation gave with storage of its own."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        for each in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in known:
+                self.largest = max(self.largest, each.numel())
+        return result
+
+
+def block(dtype: torch.dtype, vocab_size: int = 50_000) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    target = (3 * torch.randn(4, 6, vocab_size, generator=generator)).to(dtype)
+    draft = (target[:, :5].float() + torch.randn(4, 5, vocab_size, generator=generator)).to(dtype)
+    uniforms = torch.rand(4, 6, generator=generator, dtype=torch.float64)
+    tokens = draw(draft.flatten(0, 1).float().softmax(-1), torch.rand(20, generator=generator)).view(4, 5)
+    return target, draft, tokens, uniforms
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), Cactus(0.5)], ids=str)
+def test_verification_copies_no_block(rule, dtype: torch.dtype) -> None:
+    target, draft, tokens, uniforms = block(dtype)
+    with Allocations() as seen:
+        verify_block(target, tokens, draft, rule, torch.full((4,), 5), uniforms)
+    one_row_each = 4 * target.shape[2]
+    assert one_row_each <= seen.largest <= max(one_row_each, SCRATCH) < target.numel() / 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_normalising_a_few_rows_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = block(torch.float32, 300)[0].to(dtype)
+    logits[0, 1, 5], logits[1, 2], logits[2, 3, 0] = torch.nan, -torch.inf, torch.inf
+    whole = normalise(logits)
+    monkeypatch.setattr(probabilities, "SCRATCH", 700)  # two rows
+    parts = normalise(logits)
+    for one, other in zip(whole, parts, strict=True):
+        assert one.dtype == torch.float64 and one.shape == (4, 6)
+        torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-6, atol=0)
+    assert (~whole.peak.isfinite()).nonzero().tolist() == [[0, 1], [1, 2], [2, 3]]
+    expected = logits.double().logsumexp(-1)
+    is_law = whole.peak.isfinite()
+    torch.testing.assert_close((whole.peak + whole.total.log())[is_law], expected[is_law], rtol=1e-6, atol=1e-6)
+
+
+def test_drawing_from_logits_also_normalises() -> None:
+    logits, _, _, uniforms = block(torch.float32, 300)
+    tokens, normaliser = draw_from_logits(logits[:, 0], uniforms[:, :1])
+    assert torch.equal(tokens[:, 0], draw(logits[:, 0].softmax(-1, dtype=torch.float64), uniforms[:, 0]))
+    expected = normalise(logits[:, :1])
+    torch.testing.assert_close(normaliser.peak, expected.peak)
+    torch.testing.assert_close(normaliser.total, expected.total, rtol=1e-6, atol=0)
+
+
+def test_the_drafts_own_normaliser_decides_alike() -> None:
+    target, draft, tokens, uniforms = block(torch.float32, 300)
+    lengths = torch.tensor([5, 3, 0, 5])
+    arguments = (target, tokens, draft, Cactus(0.5), lengths, uniforms)
+    for own, other in zip(verify_block(*arguments, normalise(draft)), verify_block(*arguments), strict=True):
+        torch.testing.assert_close(own, other)
