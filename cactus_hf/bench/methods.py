@@ -11,6 +11,7 @@ import torch
 
 from .. import draft_length
 from ..acceptance import Mixture
+from ..counters import track
 from ..host import Host
 from ..measuring import Counts, timed
 from . import rivals
@@ -109,14 +110,13 @@ class Decoders:
             return self._rival_call(method, batch, seed, clock, options)
         if method.kind == "stock":
             return self._stock_call(method, batch, clock, options)
-        own = self._own_options(method)
-        every = {**batch._asdict(), **options, **own, "return_dict_in_generate": True}
-        output, seconds = timed(lambda: self.target.generate(**every), self.target.device)
-        num_tokens = output.sequences[:, batch.input_ids.shape[1] :].numel()
+        every = {**batch._asdict(), **options, **self._own_options(method)}
+        with track() as stats:  # a dictionary as output would bring the cache into a form that nobody here asks for
+            output, seconds = timed(lambda: self.target.generate(**every), self.target.device)
+        num_tokens = output[:, batch.input_ids.shape[1] :].numel()
         if method.kind == "plain":
             return Call(num_tokens, seconds, None, clock.take())
-        stats = output.speculation
-        return Call(num_tokens, seconds, Counts.of([stats]), clock.take(), stats.emitted_kl)
+        return Call(num_tokens, seconds, Counts.of(stats), clock.take(), stats[0].emitted_kl)
 
     def _own_options(self, method: Method) -> dict[str, Any]:
         if method.kind == "plain":
