@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from cactus_hf.auto_length import LONGEST, AutoSchedule
 from cactus_hf.draft_length import DraftLength, LengthSchedule, Schedule
+from cactus_hf.round_costs import RoundCosts
 
 
-LONGEST = 20
-Chance = Callable[
-    [int, int], float
-]  # of a draft at a position of the block, and of the text, if those before it were kept
+Chance = Callable[[int, int], float]
 
 
 class Curve(NamedTuple):
@@ -89,3 +89,60 @@ def fixed(texts: Sequence[Text], curve: Curve, num_drafts: int) -> float:
 def fastest(texts: Sequence[Text], curve: Curve) -> float:
     """The same, with the best number of drafts."""
     return min(fixed(texts, curve, num_drafts) for num_drafts in (*range(13), 14, 16, 18, 20))
+
+
+def texts(chance, length: int, count: int) -> list[Text]:
+    return [Text(chance if callable(chance) else lambda place, end: chance, length, seed) for seed in range(count)]
+
+
+def seconds(texts: list[Text], curve: Curve, is_given: bool, noise: float = 0.0) -> float:
+    """Of writing the texts one by one, each by a schedule of its own."""
+    total = 0.0
+    for text in texts:
+        schedule, clock = make(curve, is_given, noise)
+        total += write(schedule, [text], curve, clock)[0]
+    return total
+
+
+def make(curve: Curve, is_given: bool = True, noise: float = 0.0, num_rows: int = 1, start: int = 5):
+    now, generator = [0.0], random.Random(0)
+
+    def pass_time(each: float) -> None:
+        now[0] += each * generator.lognormvariate(0, noise) * (3 if noise and generator.random() < 0.02 else 1)
+
+    costs = RoundCosts.from_dict(curve.costs) if is_given else None
+    return AutoSchedule(num_rows, start, 0, LONGEST, costs, lambda: now[0]), pass_time
+
+
+CHANCES = {
+    "never": 0.05,
+    "half": 0.5,
+    "often": 0.8,
+    "almost always": 0.95,
+    "less behind": lambda place, end: 0.8 * 0.9**place,
+    "changing": lambda place, end: 0.9 if end // 100 % 2 else 0.2,
+}
+
+
+def table(counts: tuple[int, ...], num_texts: int) -> str:
+    """How "auto" compares with the best fixed length of each text, and with plain decoding."""
+    lines = [
+        "| costs | tokens | of the best fixed length: mean | worst | of plain decoding: worst |",
+        "|---|---|---|---|---|",
+    ]
+    for is_given, count in itertools.product((True, False), counts):
+        shares, plain = [], []
+        for curve, chance in itertools.product(CURVES.values(), CHANCES.values()):
+            written = texts(chance, count, num_texts)
+            took = seconds(written, curve, is_given, noise=0.0 if is_given else 0.12)
+            shares.append(fastest(written, curve) / took)
+            plain.append(fixed(written, curve, 0) / took)
+        name = "given" if is_given else "timed"
+        mean = sum(shares) / len(shares)
+        lines.append(f"| {name} | {count} | {mean:.2f} | {min(shares):.2f} | {min(plain):.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(table((100, 300, 1000), num_texts=3))

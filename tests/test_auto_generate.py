@@ -17,6 +17,7 @@ from cactus_hf.host import keep_unknown_options
 
 
 NEW_TOKENS = 40
+NINE = {"max_new_tokens": 9}
 # By batch size; a round without drafts is the fastest unless most of them are kept
 CLOSE = {"1": {"draft": [0.4 * m for m in range(1, 7)], "verify": [1 + 0.1 * k for k in range(7)]}}
 FREE = {"1": {"draft": [0.01 * m for m in range(1, 7)], "verify": [1 + 0.01 * k for k in range(7)]}}
@@ -211,5 +212,7 @@ def test_errors_come_before_any_pass(pair, options, words):
     draft = copy.deepcopy(draft)
     passes = widths(draft, target)
     with pytest.raises(ValueError, match=words):
-        target.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, do_sample=True, max_new_tokens=9, **AUTO | options)
+        target.generate(
+            torch.tensor([[5, 6, 7]]), assistant_model=draft, do_sample=True, max_new_tokens=9, **AUTO | options
+        )
     assert not passes

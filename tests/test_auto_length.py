@@ -3,48 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import simulation
 import torch
-from simulation import CURVES, Text
+from simulation import CHANCES, CURVES, make, seconds, texts
 
-from cactus_hf.auto_length import FIRST_CHECK, LONGEST, AutoSchedule
-from cactus_hf.round_costs import RoundCosts
-
-
-def texts(chance, length: int, count: int) -> list[Text]:
-    return [Text(chance if callable(chance) else lambda place, end: chance, length, seed) for seed in range(count)]
-
-
-def seconds(texts: list[Text], curve: simulation.Curve, is_given: bool, noise: float = 0.0) -> float:
-    """Of writing the texts one by one, each by a schedule of its own."""
-    total = 0.0
-    for text in texts:
-        schedule, clock = make(curve, is_given, noise)
-        total += simulation.write(schedule, [text], curve, clock)[0]
-    return total
-
-
-def make(curve: simulation.Curve, is_given: bool = True, noise: float = 0.0, num_rows: int = 1, start: int = 5):
-    now, generator = [0.0], random.Random(0)
-
-    def pass_time(each: float) -> None:
-        now[0] += each * generator.lognormvariate(0, noise) * (3 if noise and generator.random() < 0.02 else 1)
-
-    costs = RoundCosts.from_dict(curve.costs) if is_given else None
-    return AutoSchedule(num_rows, start, 0, LONGEST, costs, lambda: now[0]), pass_time
-
-
-CHANCES = {
-    "never": 0.05,
-    "half": 0.5,
-    "often": 0.8,
-    "almost always": 0.95,
-    "less behind": lambda place, end: 0.8 * 0.9**place,
-    "changing": lambda place, end: 0.9 if end // 100 % 2 else 0.2,
-}
+from cactus_hf.auto_length import FIRST_CHECK
 
 
 def test_given_costs_come_close_to_the_best_fixed_length():
