@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,18 @@ NEIGHBOUR_WEIGHT = 4.0  # drafts at a position that the estimate of the one befo
 POOL_WEIGHT = 10.0  # drafts of a row that the estimate from all rows is worth
 HOPE = 0.9  # chance that may be hoped for at a position not seen yet
 MEMORY = 100.0  # rounds after which a round counts 1 / e
+
+
+def chances(kept: Sequence[float], tried: Sequence[float], is_hopeful: bool = False) -> list[float]:
+    """Chances [M] of a draft at each position, from how many [M] were tried there and kept."""
+    chance = (sum(kept) + GUESS_WEIGHT * FIRST_GUESS) / (sum(tried) + GUESS_WEIGHT)
+    result: list[float] = []
+    for successes, trials in zip(kept, tried, strict=True):
+        chance = (successes + NEIGHBOUR_WEIGHT * chance) / (trials + NEIGHBOUR_WEIGHT)
+        if is_hopeful and result:
+            chance = max(chance, (successes + NEIGHBOUR_WEIGHT * HOPE) / (trials + NEIGHBOUR_WEIGHT))
+        result.append(chance)
+    return result
 
 
 class RunningAcceptance:
@@ -43,15 +57,7 @@ class RunningAcceptance:
 
     def of_all(self, is_hopeful: bool = False) -> list[float]:
         """M chances, of all rows together; if hopeful, with better ones at positions seldom seen, behind the first."""
-        kept, tried = self.all_kept.tolist(), self.all_tried.tolist()
-        chance = (sum(kept) + GUESS_WEIGHT * FIRST_GUESS) / (sum(tried) + GUESS_WEIGHT)
-        chances: list[float] = []
-        for successes, trials in zip(kept, tried, strict=True):
-            chance = (successes + NEIGHBOUR_WEIGHT * chance) / (trials + NEIGHBOUR_WEIGHT)
-            if is_hopeful and chances:
-                chance = max(chance, (successes + NEIGHBOUR_WEIGHT * HOPE) / (trials + NEIGHBOUR_WEIGHT))
-            chances.append(chance)
-        return chances
+        return chances(self.all_kept.tolist(), self.all_tried.tolist(), is_hopeful)
 
     def of_rows(self, rows: Tensor, is_hopeful: bool = False) -> Tensor:
         """[B, M]."""
