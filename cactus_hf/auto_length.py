@@ -21,7 +21,7 @@ from .speed import best_length
 LONGEST = 20  # drafts a round, unless `num_assistant_tokens` asks for more or the costs given end before
 TRIAL_SHARE = 0.02  # of the time, which rounds may lose that are made to learn something
 CREDIT = 20  # rounds without drafts after which trials are paid for, at the start
-LEAST_GAIN = 1.02  # times as fast as now, for a trial
+LEAST_GAIN = 1.02  # times as fast as now, for a trial, or as plain decoding
 GROWTH = 1.25  # of the intervals at which drafts are tried again, while none pay
 FIRST_CHECK = 8  # rounds after which plain decoding is timed again; then at double intervals
 
@@ -55,6 +55,7 @@ class AutoSchedule:
         self.shortest, self.longest, self.given, self.clock = shortest, longest, costs, clock
         self.measured = MeasuredCosts(longest)
         self.acceptance = RunningAcceptance(num_rows, longest)
+        self.start = start
         self.first_lengths = [] if costs is not None else [start] if shortest > 0 else [start, 0]
         self.num_active = num_rows
         self.num_rounds, self.next_check = 0, FIRST_CHECK
@@ -94,10 +95,12 @@ class AutoSchedule:
         if self.num_rounds == 0:
             can_pay = max((m + 1) / each for m, each in enumerate(seconds)) > 1 / seconds[0]
             return best_length(tokens, seconds, max(1, self.shortest)) if can_pay else self.shortest
-        best = best_length(tokens, seconds, self.shortest)
+        best = self._best(tokens, seconds)
         self.num_plain = self.num_plain + 1 if best == 0 else 0
         self.patience = self.patience if best == 0 else 1.0
         rate = tokens[best] / seconds[best]
+        if self.given is None and self.num_rounds == 2:  # the first round was a trial too, as can be told now
+            self.lost = max(0.0, self.elapsed - (tokens[self.start] + tokens[0]) / rate)
         trial = self._check(best)
         if trial is None:
             trial = self._promising(best, rate, tokens, seconds, self._tokens(rows, remaining, is_hopeful=True))
@@ -107,6 +110,12 @@ class AutoSchedule:
             return best
         self.worth = tokens[trial] / rate
         return trial
+
+    def _best(self, tokens: list[float], seconds: list[float]) -> int:
+        """The fastest length; measured costs are not exact enough to draft for a gain that is next to none."""
+        best = best_length(tokens, seconds, self.shortest)
+        gain = tokens[best] / seconds[best] / (tokens[0] / seconds[0])
+        return 0 if self.given is None and self.shortest == 0 and gain < LEAST_GAIN else best
 
     def _notice(self, num_active: int) -> None:
         """Where rows have left the batch, rounds cost less than they did."""

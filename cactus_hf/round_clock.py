@@ -53,7 +53,8 @@ class RoundClock:
         if is_target or (self.passes and self.passes[-1].is_target):
             synchronize(self.device)
         ids = inputs["input_ids"] if "input_ids" in inputs else args[0]
-        self.passes.append(Pass(is_target, *ids.shape, time.perf_counter()))
+        rows, width = ids.shape
+        self.passes.append(Pass(is_target, rows, width, time.perf_counter()))
 
     def rounds(self, num_rows: int, num_drafts: int) -> list[RoundSeconds]:
         """Those of `num_drafts` drafts for `num_rows` rows, between two others. (What comes before the first round are
