@@ -131,7 +131,7 @@ DRAFTS = (
     ),
     honoured(
         "num_assistant_tokens_schedule",
-        'row by row, without state between calls; `"auto"` goes by what is fastest, see [draft_length.md](draft_length.md)',
+        'without state between calls; `"auto"` goes by what is fastest, see [draft_length.md](draft_length.md)',
         "heuristic",
         "auto",
         tests=(
