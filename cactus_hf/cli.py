@@ -25,6 +25,7 @@ COMMANDS = (
     Command("demo", "cactus_hf.demo", "watch an answer being written; compare plain, lossless and Cactus decoding"),
     Command("bench", "cactus_hf.bench.command", "measure how fast each way to decode is, and where the time goes"),
     Command("passes", "cactus_hf.passes", "time forward passes over 1, 2, ... tokens on the CPU, packed and not"),
+    Command("tune", "cactus_hf.tune", "find the fastest draft length of a pair on this device, and write it down"),
     Command("distill", "cactus_hf.embedded.distill", "make the embedded draft anew by distillation"),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,13 @@ import torch
 from .acceptance import AcceptanceRule, Cactus
 from .draft_length import DraftLength
 from .parameters import check_delta, check_num_rows, is_integer, move_rule, repeat_rows
+from .round_costs import RoundCosts
 
 
 # Keywords of `generate()` that this package adds
-KEYWORDS = ("cactus_delta", "acceptance_rule", "speculation_kl", "generator")
+KEYWORDS = ("cactus_delta", "acceptance_rule", "speculation_kl", "generator", "speculation_costs")
+# Those that may also stand in a generation config
+CONFIG_KEYWORDS = ("cactus_delta", "speculation_costs")
 # Options of transformers that settle the draft length, with our name for each
 LENGTH_KEYWORDS = {
     "num_assistant_tokens": "num_tokens",
@@ -33,6 +36,8 @@ class SpeculationOptions:
         speculation_kl (`bool`): whether to measure the divergence of the emitted law.
         generator (`torch.Generator` or list of `int`, *optional*): seeds of the rows.
         lengths (`dict`): the draft-length options that the call or the target's config gave.
+        costs (`RoundCosts`, *optional*): of rounds, for the schedule `"auto"`.
+        has_own_costs (`bool`): whether the call itself gave them.
     """
 
     rule: AcceptanceRule
@@ -40,11 +45,22 @@ class SpeculationOptions:
     speculation_kl: bool
     generator: torch.Generator | Sequence[int] | None
     lengths: dict[str, Any]
+    costs: RoundCosts | None = None
+    has_own_costs: bool = False
 
     def draft_length(self, draft_defaults: dict[str, Any]) -> DraftLength:
         """The draft length, with the draft's own config for what neither call nor target's config says."""
         merged = draft_defaults | self.lengths
         return DraftLength(**{LENGTH_KEYWORDS[name]: value for name, value in merged.items()})
+
+    def with_costs(self, length: DraftLength) -> DraftLength:
+        """The same, with the costs of rounds that were given."""
+        if self.has_own_costs and length.schedule != "auto":
+            raise ValueError(
+                '`speculation_costs` are for `num_assistant_tokens_schedule="auto"`, but the schedule is '
+                f"{length.schedule!r}: pass the one, or leave the other out."
+            )
+        return replace(length, costs=self.costs)
 
 
 def given(source: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -66,10 +82,11 @@ def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOpt
         ValueError: for options that contradict one another or cannot be read.
     """
     own = given(call, KEYWORDS)
-    for name in KEYWORDS[1:]:
-        if any(getattr(config, name, None) is not None for config in configs):
+    for name in KEYWORDS:
+        if name not in CONFIG_KEYWORDS and any(getattr(config, name, None) is not None for config in configs):
             raise ValueError(
-                f"`{name}` stands in a generation config, which holds `cactus_delta` only: pass it in the call."
+                f"`{name}` stands in a generation config, which holds {_names(CONFIG_KEYWORDS)} only: pass it in the "
+                "call."
             )
     _refuse_conflicts(call, configs)
     wants_kl = _checked_flag(own.get("speculation_kl", False))
@@ -102,7 +119,18 @@ def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOpt
             '`cache_implementation="paged"` is continuous batching (`generate_batch`), which decodes without drafts: '
             "leave it out, or leave `cactus_delta` and `acceptance_rule` out."
         )
-    return SpeculationOptions(rule, is_explicit, wants_kl, _checked_generator(own.get("generator")), lengths)
+    costs: dict[str, Any] = {}
+    for source in reversed([own, *configs]):
+        costs |= given(source, ["speculation_costs"])
+    return SpeculationOptions(
+        rule,
+        is_explicit,
+        wants_kl,
+        _checked_generator(own.get("generator")),
+        lengths,
+        RoundCosts.from_dict(costs["speculation_costs"]) if costs else None,
+        "speculation_costs" in own,
+    )
 
 
 def _checked_flag(value: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .acceptance import AcceptanceRule
 from .cached_model import CachedModel
 from .counters import Recorder, Round
-from .draft_length import LengthSchedule
+from .draft_length import Schedule
 from .drafting import Drafts, DraftSource, no_drafts
 from .law import emitted_divergence
 from .logits import BlockProcessor
@@ -35,7 +35,7 @@ class Decoder:
         sequences (`Sequences`): the token ids, prompts to begin with.
         rule (`AcceptanceRule`, *optional*): `None` decodes greedily, which is the same under every rule.
         processors (`BlockProcessor`): what turns the target's logits into the law to sample from.
-        schedule (`LengthSchedule`): how many tokens to draft.
+        schedule (`Schedule`): how many tokens to draft.
         stopping (`Stopping`): where rows end.
         uniforms (`Uniforms`): the random numbers.
         recorder (`Recorder`): the counts.
@@ -51,7 +51,7 @@ class Decoder:
     sequences: Sequences
     rule: AcceptanceRule | None
     processors: BlockProcessor
-    schedule: LengthSchedule
+    schedule: Schedule
     stopping: Stopping
     uniforms: Uniforms
     recorder: Recorder

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
-from .config import KEYWORDS, SpeculationOptions, make_options
+from .config import CONFIG_KEYWORDS, KEYWORDS, SpeculationOptions, make_options
 from .early_exit import check_early_exit, first_layers
 from .host import METHODS, OPTIONS, Host, keep_unknown_options, split_by_row
 from .session import speculate
@@ -91,9 +91,9 @@ def assisted_decoding(
 
 
 def save_pretrained(stock: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Lets a `cactus_delta` on the generation config survive saving and loading."""
+    """Lets a `cactus_delta` on the generation config survive saving and loading, and `speculation_costs`."""
     config = getattr(model, "generation_config", None)
-    if config is not None and getattr(config, "cactus_delta", None) is not None:
+    if config is not None and any(getattr(config, name, None) is not None for name in CONFIG_KEYWORDS):
         keep_unknown_options(config)
     return stock(*args, **kwargs)
 

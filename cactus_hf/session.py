@@ -16,7 +16,7 @@ from .cached_model import CachedModel
 from .compiled import MOST_COLUMNS, check_static
 from .config import SpeculationOptions, rule_for_rows
 from .decoding import Decoder
-from .draft_length import LengthSchedule
+from .draft_length import SCHEDULES, Schedule, make_schedule
 from .logits import BlockProcessor
 from .outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput, TokenRows
 from .parameters import select_rows
@@ -27,11 +27,7 @@ from .ranks import Ranks, make_ranks
 from .sequences import Sequences
 from .sources import Sources
 from .stopping import Stopping
-from .validation import (
-    check_call,
-    check_context,
-    check_ranks,
-)
+from .validation import check_call, check_context, check_ranks
 
 
 if TYPE_CHECKING:
@@ -75,7 +71,9 @@ def speculate(
     rule = rule_for_rows(options.rule, num_rows, num_sequences, input_ids.device)
     uniforms = make_uniforms(options.generator, num_rows, num_sequences, input_ids.device)
     length = sources.length
-    drafting = (draft is None, length.num_tokens, length.schedule == "constant", length.confidence_threshold > 0)
+    length.check_timing(bool(ranks.groups), options.generator is not None)
+    schedule = SCHEDULES.index(length.schedule), hash(length.costs) if length.costs is not None else 0
+    drafting = (draft is None, length.num_tokens, *schedule, length.confidence_threshold > 0)
     others = (max_length, bool(stopping.others), bool(config.do_sample), options.speculation_kl)
     ranks.check_alike(input_ids, padding, drafting + others)
     is_users_cache = target.is_users(inputs.get(target.cache_name))
@@ -87,7 +85,7 @@ def speculate(
         Sequences(input_ids, padding, max_length, target.pad_token_id(config)),
         rule if config.do_sample else None,
         BlockProcessor.of_call(processors, input_ids, target.vocab_size),
-        LengthSchedule(length, num_rows),
+        make_schedule(length, num_rows, sources.needs_generator),
         stopping,
         uniforms if config.do_sample else NoUniforms(),
         counters.Recorder(num_rows, options.speculation_kl),
@@ -124,7 +122,7 @@ class Session:
     sequences: Sequences
     rule: AcceptanceRule | None
     processors: BlockProcessor
-    schedule: LengthSchedule
+    schedule: Schedule
     stopping: Stopping
     uniforms: Uniforms
     recorder: counters.Recorder

@@ -54,7 +54,7 @@ class Sources:
                 " is not: leave it out."
             )
         self.reads_states = target.serves_states_to(draft, config)
-        self.length = self._draft_length(options)
+        self.length = options.with_costs(self._draft_length(options))
         self.generator: Any = None
         self.tokenizers = tokenizers
         self.translation = None if draft is None or self.reads_states else _translation(draft, tokenizers)
@@ -80,7 +80,8 @@ class Sources:
         if self.reads_states:
             return _generators_length(num_fixed_drafts(self.target, self.draft), self.draft, options)
         if self.draft is None:
-            return DraftLength(self.config.prompt_lookup_num_tokens)
+            is_auto = options.lengths.get("num_assistant_tokens_schedule") == "auto"  # no other schedule is for lookup
+            return DraftLength(self.config.prompt_lookup_num_tokens, "auto" if is_auto else "constant")
         return options.draft_length(given(self.draft.inner.generation_config, list(LENGTH_KEYWORDS)))
 
     def prepare(self, prompts: Prompts, processors: BlockProcessor) -> None:

@@ -202,4 +202,13 @@ OWN = (
             "test_decoding.py::test_a_seeded_row_does_not_depend_on_its_neighbours",
         ),
     ),
+    honoured(
+        "speculation_costs",
+        'seconds of a round, for `num_assistant_tokens_schedule="auto"`; also in a `generation_config`',
+        tests=(
+            "test_auto_generate.py::test_the_same_seed_gives_the_same_text",
+            "test_auto_generate.py::test_costs_are_saved_with_the_model",
+            "test_auto_generate.py::test_errors_come_before_any_pass",
+        ),
+    ),
 )

@@ -131,9 +131,14 @@ DRAFTS = (
     ),
     honoured(
         "num_assistant_tokens_schedule",
-        "row by row, without state between calls",
+        'without state between calls; `"auto"` goes by what is fastest, see [draft_length.md](draft_length.md)',
         "heuristic",
-        tests=("test_draft_length.py::test_heuristic_goes_by_row", "test_decoding.py::test_any_schedule"),
+        "auto",
+        tests=(
+            "test_draft_length.py::test_heuristic_goes_by_row",
+            "test_decoding.py::test_any_schedule",
+            "test_auto_length.py::test_given_costs_come_close_to_the_best_fixed_length",
+        ),
     ),
     honoured(
         "assistant_confidence_threshold",

@@ -118,7 +118,7 @@ class TestGreedy:
         prompts = tiny.ragged_prompts((3, 11, 1, 6, 6))
         assert_same(greedy(enabled(target), draft, prompts, num_assistant_tokens=num_drafts), plain(target, prompts))
 
-    @pytest.mark.parametrize("schedule", ("constant", "heuristic", "heuristic_transient"))
+    @pytest.mark.parametrize("schedule", ("constant", "heuristic", "heuristic_transient", "auto"))
     def test_any_schedule(self, enabled, schedule):
         target, draft = tiny.pair("llama")
         prompts = tiny.ragged_prompts()

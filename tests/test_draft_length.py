@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from cactus_hf.draft_length import DraftLength, LengthSchedule
+from cactus_hf.draft_length import DraftLength, LengthSchedule, make_schedule
+from cactus_hf.round_costs import RoundCosts
 
 
 ROWS = torch.tensor([0, 1])
@@ -38,6 +39,33 @@ def test_a_round_cut_short_by_the_end_does_not_count_as_a_failure_of_the_draft()
 
 def test_integers_of_numpy():
     assert LengthSchedule(DraftLength(np.int32(3)), 2).lengths(ROWS, PLENTY).tolist() == [3, 3]
+
+
+def test_sources_that_must_draft_do_so_with_any_acceptance():
+    """Generators of transformers count on having seen every round, and draft no more than they were made for."""
+    schedule, row, seen = make_schedule(DraftLength(3, "auto"), 1, needs_drafts=True), torch.tensor([0]), set()
+    for num_kept in [0] * 20 + [9] * 20:
+        asked = schedule.lengths(row, torch.tensor([100]))
+        schedule.update(row, asked, asked.clamp_max(num_kept))
+        seen.add(int(asked))
+    assert seen <= {1, 2, 3}
+
+
+def test_auto_drafts_no_more_than_the_costs_say():
+    costs = RoundCosts((1,), ((0.01, 0.02),), ((1.0, 1.0, 1.0),))
+    schedule, row = make_schedule(DraftLength(5, "auto", costs=costs), 1, needs_drafts=False), torch.tensor([0])
+    for _ in range(9):
+        asked = schedule.lengths(row, torch.tensor([100]))
+        schedule.update(row, asked, asked)
+    assert asked.tolist() == [2]
+
+
+def test_processes_that_share_a_model_need_given_costs():
+    with pytest.raises(ValueError, match="processes.*speculation_costs"):
+        DraftLength(schedule="auto").check_timing(has_several_processes=True, has_seeds=False)
+    costs = RoundCosts((1,), ((0.1,),), ((1.0, 1.0),))
+    for length in (DraftLength(), DraftLength(schedule="auto", costs=costs)):
+        length.check_timing(has_several_processes=True, has_seeds=True)
 
 
 @pytest.mark.parametrize(
