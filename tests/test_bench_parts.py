@@ -93,6 +93,15 @@ def batch() -> prompts.Batch:
     return prompts.batches([[5, 6, 7, 8], [9, 8]], 2, tiny.PAD, CPU)[0]
 
 
+def test_calls_draw_numbers_of_their_own() -> None:
+    each = decoders(*tiny.pair("llama"))
+    each.acceptance = 0.5  # the lots say how many rounds there are
+    alike = prompts.batches([[5, 6, 7]] * 8, 1, tiny.PAD, CPU)
+    calls = [each.run(methods.Method("cactus", 3), alike, seed, is_timing=False) for seed in (1, 1, 2)]
+    first, again, other = ([len(call.forwards) for call in run] for run in calls)
+    assert len(set(first)) > 1 and first == again != other
+
+
 def test_stock_counts_are_those_of_a_perfect_draft() -> None:
     target = tiny.model("llama")
     draft = tiny.perturbed(target, eps=0.0)

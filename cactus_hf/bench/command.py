@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,7 +116,8 @@ def _cells(args: argparse.Namespace, models: Models) -> list[Cell]:
     cells = []
     for context in args.contexts or [None]:
         ids = models.prompts if context is None else stretch(models.prompts, context)
-        longest, most = max(map(len, ids)) + args.max_new_tokens, models.target.config.max_position_embeddings
+        longest = max(map(len, ids)) + args.max_new_tokens
+        most = getattr(models.target.config.get_text_config(), "max_position_embeddings", math.inf)
         if longest > most:
             raise ValueError(
                 f"A prompt and its new tokens come to {longest} tokens, and the target holds {most}: give fewer "

@@ -96,18 +96,20 @@ class Decoders:
     def run(
         self, method: Method, batches: Sequence[Batch], seed: int, *, is_timing: bool, **options: Any
     ) -> list[Call]:
-        """One call after the other; `options` go before those for all methods."""
+        """One call after the other; `options` go before those for all methods. Seeds torch's generator once, so that
+        no two calls draw the same numbers.
+        """
+        torch.manual_seed(seed)
         calls = []
         with ForwardClock(self.models, self.target.device, is_timing) as clock:
             for batch in batches:
                 for part in [batch] if self.takes_batches(method.kind) else batch.rows():
-                    torch.manual_seed(seed)
-                    calls.append(self._call(method, part, seed, clock, {**self.options, **options}))
+                    calls.append(self._call(method, part, clock, {**self.options, **options}))
         return calls
 
-    def _call(self, method: Method, batch: Batch, seed: int, clock: ForwardClock, options: dict[str, Any]) -> Call:
+    def _call(self, method: Method, batch: Batch, clock: ForwardClock, options: dict[str, Any]) -> Call:
         if method.kind in rivals.RIVALS:
-            return self._rival_call(method, batch, seed, clock, options)
+            return self._rival_call(method, batch, clock, options)
         if method.kind == "stock":
             return self._stock_call(method, batch, clock, options)
         every = {**batch._asdict(), **options, **self._own_options(method)}
@@ -148,13 +150,11 @@ class Decoders:
         num_tokens = output[:, batch.input_ids.shape[1] :].numel()
         return Call(num_tokens, seconds, Counts.of_rounds(steps, num_tokens), forwards)
 
-    def _rival_call(
-        self, method: Method, batch: Batch, seed: int, clock: ForwardClock, options: dict[str, Any]
-    ) -> Call:
+    def _rival_call(self, method: Method, batch: Batch, clock: ForwardClock, options: dict[str, Any]) -> Call:
         key = (method.kind, method.num_drafts or 1)
         if key not in self._rivals:
             self._rivals[key] = rivals.RIVALS[method.kind](self.target, self.draft, key[1], self.sampling)
-        decode = self._rivals[key]
+        decode, seed = self._rivals[key], int(torch.randint(2**31, ()))
         answer, seconds = timed(lambda: decode(batch, options["max_new_tokens"], seed), self.target.device)
         seen = clock.take()
         return Call(answer.num_tokens, seconds, answer.counts, seen if answer.forwards is None else answer.forwards)
