@@ -71,7 +71,7 @@ class TestBytes:
 
 class TestChecks:
     def test_agreement(self) -> None:
-        assert check_agreement(shapes=[(2, 2, 70)], dtypes=["bfloat16"], tile=64) == []
+        assert check_agreement(shapes=[(1, 2, 70), (1, 0, 70)], dtypes=["bfloat16"], tile=64) == []
 
     def test_disagreement_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = make_inputs(4, 2, 50, torch.float32, DEVICE)
