@@ -11,7 +11,11 @@ import reference
 import torch
 from torch import Tensor
 
+
+pytest.importorskip("triton", reason="the kernels need the package triton")
+
 from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.kernels.verify import verify_block as fused
 from cactus_hf.parameters import move_rule
 from cactus_hf.probabilities import Normaliser
 from cactus_hf.verification import Verification, verify_block
@@ -30,8 +34,6 @@ RULES = [
 ]
 # The reference rounds its probabilities to float32, and sums up to 2,000 of them in another order.
 ROUNDING = 1e-5
-
-pytest.importorskip("triton", reason="the kernels need the package triton")
 
 
 @dataclass
@@ -73,8 +75,6 @@ def random_block(seed: int, num_drafted: int, vocab_size: int, dtype: torch.dtyp
 
 def assert_agree(block: Block, rule: AcceptanceRule, tile: int = 64) -> Verification:
     """All fields are the reference's, but for what the uniforms leave open by rounding."""
-    from cactus_hf.kernels.verify import verify_block as fused
-
     expected = verify_block(*block.arguments(rule))
     result = fused(*block.arguments(rule), tile=tile)
     assert torch.equal(result.bad_target, expected.bad_target)

@@ -7,19 +7,25 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from kernel_blocks import DEVICE, INF, RULES, Block, assert_agree, random_block
 from torch import Tensor
 
+import cactus_hf
+import tiny
 from cactus_hf import kernels
 from cactus_hf.acceptance import AcceptanceRule, Cactus, Drafted, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.kernels.tiles import TILE
+from cactus_hf.kernels.verify import verify_block as fused
 from cactus_hf.parameters import select_rows
 from cactus_hf.probabilities import normalise
-from cactus_hf.verification import verify_block
+from cactus_hf.verification import Verification, verify_block
 
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy, of NaN
 NAN = math.nan
 ALMOST_1 = 1 - 2**-53
 SHAPES = [  # m, V, dtype; tiles are of 64 logits here
@@ -41,8 +47,6 @@ def test_agrees_with_the_reference(rule: AcceptanceRule, has_draft: bool) -> Non
 
 @pytest.mark.parametrize("rule", [Cactus(0.3), TopK(5)], ids=str)
 def test_whole_tiles(rule: AcceptanceRule) -> None:
-    from cactus_hf.kernels.tiles import TILE
-
     for seed, vocab_size in ((20, 2000), (21, TILE), (22, TILE + 1)):
         block = random_block(seed, 1, vocab_size, torch.float32, size=2)
         assert_agree(block.change(lengths=torch.ones_like(block.lengths)), rule, tile=TILE)
@@ -83,24 +87,18 @@ def test_corners(rule: AcceptanceRule) -> None:
 @pytest.mark.parametrize("rule", [Cactus(0.3), TypicalAcceptance()], ids=str)
 def test_bad_rows(rule: AcceptanceRule) -> None:
     """NaN, +inf and nothing but -inf at each position of either model, in a row of several tiles."""
-    broken = [
-        (model, i, value, place)
-        for model in "qp"
-        for i in range(3)
-        for value in (NAN, INF, -INF)
-        for place in ((3,) if value == -INF else (3, 99))
-    ]
+    places = {NAN: 3, INF: 99, -INF: slice(None)}
+    broken = [(model, i, value) for model in "qp" for i in range(3) for value in places]
     block = random_block(5, 2, 100, torch.float32, size=len(broken))
     block.target[:] = block.target.nan_to_num(neginf=0.0)
     block.lengths[:] = 2
     block.uniforms[::2, :2] = 0  # keeps more
-    for row, (model, i, value, place) in enumerate(broken):
+    for row, (model, i, value) in enumerate(broken):
         if model == "q" or i < 2:
-            logits = (block.target if model == "q" else block.draft)[row, i]
-            logits[slice(None) if value == -INF else place] = value
+            (block.target if model == "q" else block.draft)[row, i, places[value]] = value
     # The reference also looks at rows behind drafts that were rejected; see `verify_block` of the kernels.
     reached = verify_block(*block.arguments(rule)).num_accepted == 2
-    keep = torch.tensor([model == "p" or i < 2 for model, i, *_ in broken], device=DEVICE) | reached
+    keep = torch.tensor([model == "p" or i < 2 for model, i, _ in broken], device=DEVICE) | reached
     assert_agree(
         Block(*(x[keep] for x in (block.target, block.tokens, block.draft, block.lengths, block.uniforms))), rule
     )
@@ -108,8 +106,6 @@ def test_bad_rows(rule: AcceptanceRule) -> None:
 
 @pytest.mark.parametrize("rule", [Cactus(0.3), TypicalAcceptance(), TopK(2)], ids=str)
 def test_what_lies_beyond_the_draft_lengths_is_ignored(rule: AcceptanceRule) -> None:
-    from cactus_hf.kernels.verify import verify_block as fused
-
     block = random_block(7, 4, 70, torch.float32)
     block.lengths[:] = torch.arange(4)
     clean = fused(*block.arguments(rule), tile=64)
@@ -125,8 +121,6 @@ def test_what_lies_beyond_the_draft_lengths_is_ignored(rule: AcceptanceRule) -> 
 
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
-    from cactus_hf.kernels.verify import verify_block as fused
-
     block, rule = random_block(8, 3, 150, torch.bfloat16), Cactus([0.1, 0.2, 0.3, 0.4])
     together = fused(*block.arguments(rule), tile=64)
     for row in range(4):
@@ -140,8 +134,6 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
 @pytest.mark.parametrize("rule", [Cactus(1e-34), Mixture(0.5)], ids=str)
 def test_rejected_token_is_not_drawn_again_where_p_and_q_differ_by_rounding(rule: AcceptanceRule) -> None:
     """As the test of that name of the reference, with seeds at which the scalars and the rows do disagree."""
-    from cactus_hf.kernels.verify import verify_block as fused
-
     generator = torch.Generator().manual_seed(8)
     target = torch.randn(4000, 2, 6, generator=generator)
     draft = target[:, :1, [0, 5, 4, 3, 2, 1]] + torch.randn(4000, 1, 1, generator=generator)
@@ -178,8 +170,6 @@ class TestDraftNormaliser:
                 block.draft[row, i] = NAN
                 block.draft[row, i, token] = logit
         assert num_accepted.sum() > 0
-        from cactus_hf.kernels.verify import verify_block as fused
-
         assert torch.equal(fused(*given.arguments(Cactus(0.3)), tile=64).num_accepted, num_accepted)
 
 
@@ -222,8 +212,6 @@ class TestLayouts:
             apart = file.as_strided(values.shape, (2**30, 20, 1), 2**31)
             spread[name] = apart.copy_(values)
         for rule in (Cactus(0.3), SpeculativeSampling()):
-            from cactus_hf.kernels.verify import verify_block as fused
-
             result = fused(*block.change(**spread).arguments(rule), tile=64)
             for got, expected in zip(result, fused(*block.arguments(rule), tile=64), strict=True):
                 assert torch.equal(got, expected)
@@ -233,8 +221,6 @@ def test_a_residual_of_its_own_beats_inherited_factors() -> None:
     class Second(SpeculativeSampling):
         def residual(self, target_probs: Tensor, draft_probs: Tensor, drafted: Drafted) -> Tensor:
             return torch.zeros_like(target_probs).index_fill(1, torch.tensor([1], device=DEVICE), 1.0)
-
-    from cactus_hf.kernels.verify import verify_block as fused
 
     block = random_block(13, 2, 9, torch.float32)
     block.uniforms[:, :2] = ALMOST_1
@@ -269,6 +255,29 @@ class TestChoice:
         monkeypatch.setattr(kernels, "verify_block", lambda *arguments: len(arguments))
         block = random_block(14, 1, 5, torch.float32)
         assert verify_block(*block.arguments(Cactus(1.0))) == 7
+
+    @pytest.mark.skipif(DEVICE.type == "cuda", reason="the tiny models are on the CPU")
+    @pytest.mark.parametrize("rule", [Cactus(0.3), TypicalAcceptance()], ids=str)
+    def test_generate_writes_the_same_text(self, rule: AcceptanceRule, monkeypatch: pytest.MonkeyPatch) -> None:
+        target, draft = (tiny.vocabulary8(seed) for seed in (0, 1))
+        prompts = tiny.ragged_prompts((1, 4, 3), vocab=8)
+        options = {"do_sample": True, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
+        options |= {"acceptance_rule": rule, "num_assistant_tokens": 3, "generator": [1, 2, 3]}
+        cactus_hf.enable(target)
+        try:
+            expected = target.generate(**prompts.inputs, assistant_model=draft, **options)
+            blocks = []
+
+            def verify_fused(*block: Any) -> Verification:
+                blocks.append(block)
+                return fused(*block)
+
+            monkeypatch.setattr(kernels, "serves", lambda target_logits, draft_logits, rule: True)
+            monkeypatch.setattr(kernels, "verify_block", verify_fused)
+            assert torch.equal(target.generate(**prompts.inputs, assistant_model=draft, **options), expected)
+        finally:
+            cactus_hf.disable(target)
+        assert len(blocks) > 2 and any(normaliser is not None for *_, normaliser in blocks)
 
     def test_triton_is_not_imported_with_the_package(self) -> None:
         code = (

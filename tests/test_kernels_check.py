@@ -21,6 +21,7 @@ from cactus_hf.kernels.verify import verify_block
 from cactus_hf.probabilities import normalise
 
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy, of NaN
 QWEN = 151_936
 
 
@@ -70,7 +71,7 @@ class TestBytes:
 
 class TestChecks:
     def test_agreement(self) -> None:
-        assert check_agreement(shapes=[(2, 2, 70)], dtypes=["bfloat16"], tile=64) == []
+        assert check_agreement(shapes=[(1, 2, 70), (1, 0, 70)], dtypes=["bfloat16"], tile=64) == []
 
     def test_disagreement_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         inputs = make_inputs(4, 2, 50, torch.float32, DEVICE)
@@ -87,7 +88,7 @@ class TestChecks:
 
     @pytest.mark.parametrize("rule", [Cactus(0.3), Mixture(0.4)], ids=str)
     def test_laws(self, rule: Any) -> None:
-        assert check_laws([rule], size=150, vocab_size=8, tile=16) == []
+        assert check_laws([rule], size=100, vocab_size=8, tile=16) == []
 
     def test_chance(self) -> None:
         law = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)

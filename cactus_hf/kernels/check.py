@@ -39,7 +39,7 @@ RULES = (
 SHAPES = ((1, 5, 151_936), (8, 5, 151_936), (64, 5, 151_936), (3, 7, 50_257), (1, 0, 151_936))  # B, m, V
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROUNDING = 1e-5  # sums of float32 probabilities in another order
-LEVEL = 1e-6  # chance that right frequencies fail
+LEVEL = 1e-4  # chance that right frequencies fail
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -40,7 +40,7 @@ def verify_block(
     between two tokens within rounding. One case differs: a row behind the drafts that holds NaN or +inf is reported
     only if it is reached, as it is not read otherwise.
     """
-    tokens, uniforms = draft_tokens.contiguous(), uniforms.contiguous()
+    tokens, draft_lengths, uniforms = (x.contiguous() for x in (draft_tokens, draft_lengths, uniforms))
     given = None if draft_logits is None else draft_normaliser
     with torch.cuda.device_of(target_logits):  # Triton launches on the current device
         block = read_block(target_logits, tokens, draft_logits, rule, draft_lengths, given, tile)
