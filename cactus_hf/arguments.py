@@ -58,6 +58,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", help="cpu, cuda, cuda:1, ... (default: the GPU if there is one)")
     add("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's on a GPU, float32 on a CPU)")
+    add("--pack", action="store_true", help="pack the linear layers of both models, on a CPU (see docs/cpu.md)")
 
 
 def check_models(args: argparse.Namespace) -> None:
@@ -77,12 +78,20 @@ def load(args: argparse.Namespace) -> Pair:
 
     names = pairs.named(args.pair) if args.pair else (args.model, args.assistant)
     device = pairs.find_device(args.device)
+    if args.pack and device.type != "cpu":
+        raise ValueError(f"--pack is for models on a CPU, and these go to {device}: leave it out, or add --device cpu.")
     dtype = args.dtype and getattr(torch, args.dtype)
     if all(names):
-        return Pair(" + ".join(names), *pairs.load(*names, device=device, dtype=dtype))
-    from . import embedded
+        pair = Pair(" + ".join(names), *pairs.load(*names, device=device, dtype=dtype))
+    else:
+        from . import embedded
 
-    return Pair("embedded pair", *embedded.load_pair(device=device, dtype=dtype))
+        pair = Pair("embedded pair", *embedded.load_pair(device=device, dtype=dtype))
+    if not args.pack:
+        return pair
+    from .packed_linears import pack_linears
+
+    return pair._replace(name=f"{pair.name}, packed", target=pack_linears(pair.target), draft=pack_linears(pair.draft))
 
 
 def add_sampling(add: Callable[..., Any]) -> None:
