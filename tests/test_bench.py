@@ -12,7 +12,7 @@ import torch
 
 import tiny
 from cactus_hf import cli
-from cactus_hf.bench import command, methods, options, presets, rivals
+from cactus_hf.bench import command, options, presets, rivals
 from cactus_hf.report import WIDTH as NARROW
 
 
@@ -173,7 +173,6 @@ def test_synthetic_acceptance_is_the_one_asked_for(tmp_path, capsys) -> None:
     assert error < 0.01 and abs(by_lot["acceptance"] - acceptance) < 4 * error  # 4 sigma: once in 15,000 seeds
 
 
-@pytest.mark.skipif(not methods.has_auto(), reason="no draft length decides itself here")
 def test_auto_has_no_length_to_set(folders, tmp_path) -> None:
     asked = ["--methods", "plain", "auto", "--deltas", "0", "1", "--num-assistant-tokens", "2", "4"]
     lines = run(tmp_path, *folders, *asked)
@@ -242,16 +241,13 @@ def chosen(*asked: str) -> list[str]:
 
 def test_methods_that_cannot_be_had_are_left_out_or_refused(monkeypatch) -> None:
     monkeypatch.setattr(rivals, "is_installed", lambda name: name == "economize")
-    monkeypatch.setattr(methods, "has_auto", lambda: False)
-    assert chosen() == ["plain", "stock", "cactus", "mixture", "economize"]
-    assert chosen("--greedy") == ["plain", "stock", "cactus", "economize"]
-    assert chosen("--top-k", "5") == ["plain", "stock", "cactus", "mixture"]
+    assert chosen() == ["plain", "stock", "cactus", "mixture", "auto", "economize"]
+    assert chosen("--greedy") == ["plain", "stock", "cactus", "auto", "economize"]
+    assert chosen("--top-k", "5") == ["plain", "stock", "cactus", "mixture", "auto"]
     with pytest.raises(ImportError, match="pip install --no-deps flashspec"):
         chosen("--methods", "flashspec")
     with pytest.raises(ValueError, match="economize has no top-k"):
         chosen("--methods", "economize", "--top-k", "5")
-    with pytest.raises(ValueError, match="leave auto out"):
-        chosen("--methods", "auto")
 
 
 def test_the_options_name_every_rival() -> None:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import draft_length
 from ..acceptance import Mixture
 from ..counters import track
 from ..host import Host
@@ -42,11 +41,6 @@ class Call(NamedTuple):
     counts: Counts | None  # `None` for plain decoding
     forwards: list[Forward]
     emitted_kl: float | None = None  # nats a checked draft
-
-
-def has_auto() -> bool:
-    """Whether drafts can be given a length that decides itself."""
-    return "auto" in draft_length.SCHEDULES
 
 
 class BlockCounter:

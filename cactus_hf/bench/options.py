@@ -158,11 +158,8 @@ def _check_methods(args: argparse.Namespace) -> None:
         raise ValueError("--mixture-weight is for the method mixture: add it to --methods.")
     if args.mixture_weight == 1:
         raise ValueError("--mixture-weight 1 is lossless sampling: take the method cactus with --deltas 0.")
-    from .methods import has_auto
     from .rivals import RIVALS, check_installed
 
-    if "auto" in named and not has_auto():
-        raise ValueError("This version has no draft length that decides itself: leave auto out of --methods.")
     for name in RIVALS:
         if name in named:
             check_installed(name)
@@ -172,12 +169,10 @@ def _check_methods(args: argparse.Namespace) -> None:
 
 def chosen_kinds(args: argparse.Namespace) -> Sequence[str]:
     """The methods asked for, or those that can be had."""
-    from .methods import has_auto
     from .rivals import RIVALS, is_installed
 
     if args.methods:
         return tuple(dict.fromkeys(args.methods))
     kinds = SYNTHETIC if args.synthetic_acceptance is not None else USUAL
-    is_out = {"auto": not has_auto(), "mixture": args.greedy}
-    is_out |= {name: bool(args.top_k) or not is_installed(name) for name in RIVALS}
+    is_out = {"mixture": args.greedy} | {name: bool(args.top_k) or not is_installed(name) for name in RIVALS}
     return tuple(kind for kind in kinds if not is_out.get(kind))
