@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .law import emitted_law
     from .outputs import SpeculativeOutput
     from .packed_linears import pack_linears, unpack_linears
+    from .trimming import trim_draft
     from .verification import Verification, verify
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ _HOMES = {
     "law": ("emitted_law",),
     "outputs": ("SpeculativeOutput",),
     "packed_linears": ("pack_linears", "unpack_linears"),
+    "trimming": ("trim_draft",),
     "verification": ("Verification", "verify"),
 }
 
@@ -58,6 +60,7 @@ __all__ = [
     "gamma",
     "pack_linears",
     "track",
+    "trim_draft",
     "unpack_linears",
     "verify",
 ]

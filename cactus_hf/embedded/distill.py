@@ -156,7 +156,7 @@ def run_train(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreT
     torch.manual_seed(config.seed)
     ranked = rank_ids(shards[1:], head, config.temperature)
     draft = start_draft(target, config.layers, ranked[: args.kept_ids].sort().values)
-    averaged = start_draft(target, config.layers, draft.lm_head.kept_ids)
+    averaged = start_draft(target, config.layers, draft.kept_ids)
     stream = Stream(args.data, {held_out.name}, template.prefix, template.stop, config)
     trainer = Trainer(draft, config)
     state = args.out.with_suffix(".state")

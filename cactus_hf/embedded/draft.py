@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ..trimming import cut_head
+
 
 SHAPE = (
     "model_type",
@@ -33,30 +35,6 @@ SHAPE = (
 SHIPPED_DRAFT = Path(__file__).with_name("draft.safetensors")
 
 
-class CutHead(nn.Module):
-    """Output layer over K kept ids that reports logits over the whole vocabulary, `-inf` for the others.
-
-    Args:
-        embedding (`Tensor` [V, hidden]): the target's output embedding.
-        kept_ids (`Tensor`, int64 [K]): ids that get a logit.
-    """
-
-    kept_ids: Tensor
-    weight: Tensor
-
-    def __init__(self, embedding: Tensor, kept_ids: Tensor):
-        super().__init__()
-        self.in_features, self.out_features = embedding.shape[1], embedding.shape[0]
-        kept_ids = kept_ids.to(embedding.device)
-        self.register_buffer("kept_ids", kept_ids, persistent=False)
-        self.register_buffer("weight", embedding.detach()[kept_ids].contiguous(), persistent=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits = nn.functional.linear(hidden, self.weight)  # [..., K]
-        full = logits.new_full((*logits.shape[:-1], self.out_features), float("-inf"))
-        return full.index_copy_(-1, self.kept_ids, logits)
-
-
 def build_draft(target: PreTrainedModel, num_layers: int, kept_ids: Tensor) -> LlamaForCausalLM:
     """A draft of `num_layers` uninitialised layers of the target's shape, with its embedding and a cut head."""
     config = LlamaConfig.from_dict(target.config.to_dict())
@@ -67,7 +45,7 @@ def build_draft(target: PreTrainedModel, num_layers: int, kept_ids: Tensor) -> L
     with torch.device("meta"):
         draft = LlamaForCausalLM(config)
     draft.model.embed_tokens = target.get_input_embeddings()
-    draft.lm_head = CutHead(target.get_output_embeddings().weight, kept_ids)
+    cut_head(draft, target.get_output_embeddings().weight, None, kept_ids)
     draft.model.layers.to_empty(device=embedding.device)
     draft.model.norm.to_empty(device=embedding.device)
     # Not a parameter and so not restored by to_empty: rotary frequencies are computed at construction.
@@ -92,7 +70,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def save_draft(draft: LlamaForCausalLM, path: str | Path, *, metadata: dict | None = None) -> None:
     """Writes the trained parts, matrices in int8, with what is needed to check that a target fits."""
-    tensors: dict[str, Tensor] = {"kept_ids": draft.lm_head.kept_ids.to(torch.int32)}
+    tensors: dict[str, Tensor] = {"kept_ids": draft.kept_ids.to(torch.int32)}
     for name, parameter in trained_parts(draft).items():
         if parameter.dim() == 2:
             tensors[name], tensors[name + ".scale"] = quantise(parameter)
