@@ -57,6 +57,7 @@ class AutoSchedule:
         self.acceptance = RunningAcceptance(num_rows, longest)
         self.start = start
         self.first_lengths = [] if costs is not None else [start] if shortest > 0 else [start, 0]
+        self.expected: dict[tuple[int, ...], list[float]] = {}  # tokens, as long as no drafts are made that tell more
         self.num_active = num_rows
         self.num_rounds, self.next_check = 0, FIRST_CHECK
         self.elapsed = self.lost = 0.0  # seconds of all rounds, and those that trials lost
@@ -79,6 +80,7 @@ class AutoSchedule:
         self.measured.add(length, seconds)
         if length > 0:
             self.acceptance.update(rows, self.asked, num_accepted)
+            self.expected.clear()
         self.num_rounds += 1
         self.elapsed += seconds
         if self.worth is not None:
@@ -126,8 +128,15 @@ class AutoSchedule:
 
     def _tokens(self, rows: Tensor, remaining: Tensor, is_hopeful: bool = False) -> list[float]:
         """Expected tokens [M + 1] of all rows together; a row gets no more than it has left."""
-        kept = self.acceptance.of_rows(rows, is_hopeful).cumprod(1)
-        kept = kept * (torch.arange(self.longest) < remaining[:, None] - 1)
+        if int(remaining.min()) <= self.longest:
+            return self._tokens_of(rows, is_hopeful, torch.arange(self.longest) < remaining[:, None] - 1)
+        key = is_hopeful, *rows.tolist()
+        if key not in self.expected:
+            self.expected[key] = self._tokens_of(rows, is_hopeful, torch.tensor(True))
+        return self.expected[key]
+
+    def _tokens_of(self, rows: Tensor, is_hopeful: bool, has_room: Tensor) -> list[float]:
+        kept = self.acceptance.of_rows(rows, is_hopeful).cumprod(1) * has_room
         return [float(len(rows)), *(len(rows) + kept.sum(0).cumsum(0)).tolist()]
 
     def _check(self, best: int) -> int | None:
