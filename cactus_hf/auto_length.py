@@ -62,10 +62,8 @@ class AutoSchedule:
         self.num_rounds, self.next_check = 0, FIRST_CHECK
         self.elapsed = self.lost = 0.0  # seconds of all rounds, and those that trials lost
         self.worth: float | None = None  # seconds in which the tokens of the trial going on would have come without it
-        self.num_plain, self.patience = (
-            0,
-            1.0,
-        )  # rounds without drafts since the last trial, times as many for the next
+        self.num_plain = 0  # rounds without drafts since the last trial
+        self.patience = 1.0  # how many times longer to wait for the next one than for the first
 
     def lengths(self, rows: Tensor, remaining: Tensor) -> Tensor:
         """[B] on the CPU: drafts of the active `rows`; a round yields one token more than it keeps of them."""
