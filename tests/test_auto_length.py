@@ -133,3 +133,14 @@ def test_when_rows_have_left_the_batch_costs_are_learnt_anew():
         lengths += [int(asked.max())] * (len(rows) == 1)
     schedule.lengths(rows, torch.tensor([999]))
     assert 0 in [*lengths, int(schedule.asked)], "plain decoding is timed soon"
+
+
+@pytest.mark.parametrize("is_given", (True, False))
+def test_rows_of_two_tokens_leave_no_room_for_a_first_trial(is_given: bool):
+    """One after another; a later row then has room."""
+    schedule, clock = make(CURVES["flat"], is_given, num_rows=4)
+    for row, remaining in enumerate((1, 1, 1, 30)):
+        asked = schedule.lengths(torch.tensor([row]), torch.tensor([remaining]))
+        clock(1.0)
+        schedule.update(torch.tensor([row]), asked, asked)
+    assert int(asked) > 0
