@@ -57,14 +57,13 @@ class AutoSchedule:
         self.acceptance = RunningAcceptance(num_rows, longest)
         self.start = start
         self.first_lengths = [] if costs is not None else [start] if shortest > 0 else [start, 0]
+        self.expected: dict[tuple[int, ...], list[float]] = {}  # tokens, as long as no drafts are made that tell more
         self.num_active = num_rows
         self.num_rounds, self.next_check = 0, FIRST_CHECK
         self.elapsed = self.lost = 0.0  # seconds of all rounds, and those that trials lost
         self.worth: float | None = None  # seconds in which the tokens of the trial going on would have come without it
-        self.num_plain, self.patience = (
-            0,
-            1.0,
-        )  # rounds without drafts since the last trial, times as many for the next
+        self.num_plain = 0  # rounds without drafts since the last trial
+        self.patience = 1.0  # how many times longer to wait for the next one than for the first
 
     def lengths(self, rows: Tensor, remaining: Tensor) -> Tensor:
         """[B] on the CPU: drafts of the active `rows`; a round yields one token more than it keeps of them."""
@@ -79,6 +78,7 @@ class AutoSchedule:
         self.measured.add(length, seconds)
         if length > 0:
             self.acceptance.update(rows, self.asked, num_accepted)
+            self.expected.clear()
         self.num_rounds += 1
         self.elapsed += seconds
         if self.worth is not None:
@@ -126,8 +126,15 @@ class AutoSchedule:
 
     def _tokens(self, rows: Tensor, remaining: Tensor, is_hopeful: bool = False) -> list[float]:
         """Expected tokens [M + 1] of all rows together; a row gets no more than it has left."""
-        kept = self.acceptance.of_rows(rows, is_hopeful).cumprod(1)
-        kept = kept * (torch.arange(self.longest) < remaining[:, None] - 1)
+        if int(remaining.min()) <= self.longest:
+            return self._tokens_of(rows, is_hopeful, torch.arange(self.longest) < remaining[:, None] - 1)
+        key = is_hopeful, *rows.tolist()
+        if key not in self.expected:
+            self.expected[key] = self._tokens_of(rows, is_hopeful, torch.tensor(True))
+        return self.expected[key]
+
+    def _tokens_of(self, rows: Tensor, is_hopeful: bool, has_room: Tensor) -> list[float]:
+        kept = self.acceptance.of_rows(rows, is_hopeful).cumprod(1) * has_room
         return [float(len(rows)), *(len(rows) + kept.sum(0).cumsum(0)).tolist()]
 
     def _check(self, best: int) -> int | None:

@@ -51,7 +51,8 @@ class MeasuredCosts:
 
         One that was hardly tried may be as cheap as the cheapest of the others, for each draft.
         """
-        slope = min((estimates[m] - estimates[0]) / m for m in range(1, len(estimates)) if self.rounds[m])
+        slopes = [(estimates[m] - estimates[0]) / m for m in range(1, len(estimates)) if self.rounds[m]]
+        slope = min(slopes, default=0.0)
         result = []
         for m, cost in enumerate(estimates):
             count = len(self.rounds[m])

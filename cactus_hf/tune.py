@@ -107,9 +107,10 @@ def run(args: argparse.Namespace) -> int:
         write_config(args.output, pair.target, found, best, sampling_options(args))
     if args.json:
         settings = {name: value for name, value in vars(args).items() if name not in ("run", "command", "json")}
+        settings["deltas"] = list(map(report.json_number, args.deltas))
         facts = {"settings": settings, "pair": pair.name, "device": report.device_name(pair.target)}
         facts |= {"dtype": report.dtype_name(pair.target), "versions": report.versions()}
-        print(json.dumps(facts | {"batch_sizes": [as_json(each) for each in found]}))
+        print(json.dumps(facts | {"batch_sizes": [as_json(each) for each in found]}, allow_nan=False))
         return 0
     print(report.describe(pair.name, pair.target, pair.draft))
     for each in found:
@@ -158,17 +159,23 @@ def table(found: Found) -> str:
 
 def as_json(found: Found) -> dict[str, Any]:
     """One batch size as what JSON can hold."""
-    best = found.fastest()
+    from .report import json_number
+
+    def as_facts(setting: Setting) -> dict[str, Any]:
+        return {"length": setting.length, "delta": json_number(setting.delta)}
+
     return {
         "batch_size": found.batch_size,
         "plain": found.plain,
         "costs": found.costs(),
-        "acceptance": [{"delta": delta, "by_position": chances} for delta, chances in found.acceptance.items()],
-        "auto": [{"delta": s.delta, "measured": rate} for s, rate in found.measured.items() if s.length is None],
-        "best": best._asdict(),
+        "acceptance": [
+            {"delta": json_number(delta), "by_position": chances} for delta, chances in found.acceptance.items()
+        ],
+        "auto": [as_facts(each) | {"measured": rate} for each, rate in found.measured.items() if each.length is None],
+        "best": as_facts(found.fastest()),
         "cells": [
             {
-                **setting._asdict(),
+                **as_facts(setting),
                 "tokens_per_round": found.tokens(setting),
                 "predicted": found.predicted(setting),
                 "measured": found.measured.get(setting),

@@ -63,8 +63,9 @@ class Found:
         return max(measured, key=lambda each: measured[each]) if measured else self.ranked()[0]
 
     def ranked(self) -> list[Setting]:
-        """The settings, the fastest one first, by prediction."""
-        settings = [Setting(length, delta) for delta in self.acceptance for length in self.rounds]
+        """The settings, the fastest one first, by prediction. Without drafts all deltas are the same one."""
+        first = next(iter(self.acceptance))
+        settings = [Setting(m, delta) for delta in self.acceptance for m in self.rounds if m > 0 or delta == first]
         return sorted(settings, key=self.predicted, reverse=True)
 
     def costs(self) -> dict[str, list[float]]:

@@ -196,7 +196,7 @@ OWN = (
     ),
     honoured(
         "generator",
-        "a `torch.Generator`, or a seed a row",
+        'a `torch.Generator`, or a seed a row; for the schedule `"auto"` see [draft_length.md](draft_length.md)',
         tests=(
             "test_decoding.py::test_seeded_rows_sample_the_target",
             "test_decoding.py::test_a_seeded_row_does_not_depend_on_its_neighbours",

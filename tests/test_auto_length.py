@@ -9,7 +9,7 @@ import simulation
 import torch
 from simulation import CHANCES, CURVES, make, seconds, texts
 
-from cactus_hf.auto_length import FIRST_CHECK
+from cactus_hf.auto_length import FIRST_CHECK, AutoSchedule
 
 
 def test_given_costs_come_close_to_the_best_fixed_length():
@@ -118,3 +118,29 @@ def test_what_was_drafted_behind_a_rejection_decides_nothing():
             schedule.update(rows, asked.clamp_max(num_drafted), torch.tensor([1]))
         lengths.append(int(asked))
     assert lengths[0] == lengths[1]
+
+
+def test_when_rows_have_left_the_batch_costs_are_learnt_anew():
+    now = [0.0]
+    schedule = AutoSchedule(2, 5, clock=lambda: now[0])
+    lengths = []
+    for rows in [torch.arange(2)] * 40 + [torch.tensor([1])] * FIRST_CHECK:
+        asked = schedule.lengths(rows, torch.full((len(rows),), 999))
+        if len(rows) == 1 and not lengths:
+            assert max(map(len, schedule.measured.rounds)) == 1
+        now[0] += len(rows) * CURVES["free drafts"].round(int(asked.max()))
+        schedule.update(rows, asked, asked)
+        lengths += [int(asked.max())] * (len(rows) == 1)
+    schedule.lengths(rows, torch.tensor([999]))
+    assert 0 in [*lengths, int(schedule.asked)], "plain decoding is timed soon"
+
+
+@pytest.mark.parametrize("is_given", (True, False))
+def test_rows_of_two_tokens_leave_no_room_for_a_first_trial(is_given: bool):
+    """One after another; a later row then has room."""
+    schedule, clock = make(CURVES["flat"], is_given, num_rows=4)
+    for row, remaining in enumerate((1, 1, 1, 30)):
+        asked = schedule.lengths(torch.tensor([row]), torch.tensor([remaining]))
+        clock(1.0)
+        schedule.update(torch.tensor([row]), asked, asked)
+    assert int(asked) > 0

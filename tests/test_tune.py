@@ -50,15 +50,16 @@ def test_each_setting_is_predicted_and_measured(found):
     for size, part in zip((1, 2), found[0]["batch_sizes"], strict=True):
         assert part["batch_size"] == size and part["plain"] > 0 and part["auto"][0]["measured"] > 0
         cells = {(cell["length"], cell["delta"]): cell for cell in part["cells"]}
-        assert cells.keys() == {(length, delta) for length in (0, 1, 3) for delta in (0.0, 0.5)}
+        assert cells.keys() == {(0, 0.0), (1, 0.0), (3, 0.0), (1, 0.5), (3, 0.5)}
         seconds = RoundCosts.from_dict({str(size): part["costs"]}).seconds(size)
         for chances in part["acceptance"]:
             assert all(0 < chance < 1 for chance in chances["by_position"]) and len(chances["by_position"]) == 3
-            for length in (0, 1, 3):
+            for length in (1, 3):
                 cell = cells[length, chances["delta"]]
                 assert cell["tokens_per_round"] == expected_tokens(chances["by_position"], length)
                 assert cell["predicted"] == pytest.approx(size * cell["tokens_per_round"] / seconds[length])
                 assert cell["measured"] > 0
+        assert cells[0, 0.0]["predicted"] == pytest.approx(size / seconds[0])
         fastest = max(part["cells"], key=lambda cell: cell["measured"])
         assert part["best"] == {name: fastest[name] for name in ("length", "delta")}
 
@@ -146,3 +147,9 @@ def test_acceptance_by_position():
     found = acceptance([output], 2)  # with some weight on the guess
     assert found[0] == pytest.approx(first / int(output.rounds), abs=0.03)
     assert found[1] == pytest.approx(second / first, abs=0.06)
+
+
+def test_infinite_delta_is_still_json(folders, capsys):
+    assert run(folders, "--json", "--deltas", "inf") == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found["settings"]["deltas"] == ["inf"] and found["batch_sizes"][0]["best"]["delta"] == "inf"
