@@ -79,7 +79,7 @@ def load(args: argparse.Namespace) -> Pair:
     names = pairs.named(args.pair) if args.pair else (args.model, args.assistant)
     device = pairs.find_device(args.device)
     if args.pack and device.type != "cpu":
-        raise ValueError(f"--pack is for models on a CPU, and these go to {device}: leave it out, or add --device cpu.")
+        raise ValueError(f"--pack is for models on a CPU; these go to {device}: leave it out, or add --device cpu.")
     dtype = args.dtype and getattr(torch, args.dtype)
     if all(names):
         pair = Pair(" + ".join(names), *pairs.load(*names, device=device, dtype=dtype))
