@@ -97,9 +97,10 @@ def _inverted(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     total = cumulative[:, -1:]
     # The largest uniform, 1 - 2^-53, times a normal number is less than the number, rounded too
     index = torch.searchsorted(cumulative, uniforms.double() * total, right=True)
+    index.clamp_(max=weights.shape[-1] - 1)  # of weights that are no numbers
     if not cumulative.is_cpu:
         # A parallel scan can round the sum up at an index of weight 0. Once in 10^15 draws or so, take the largest
-        is_drawable = weights.gather(-1, index.clamp_(max=weights.shape[-1] - 1)) > 0
+        is_drawable = weights.gather(-1, index) > 0
         index = torch.where(is_drawable, index, weights.argmax(-1, keepdim=True))
     return index, total
 

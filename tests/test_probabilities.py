@@ -63,6 +63,13 @@ def test_normalising_a_few_rows_at_a_time(dtype: torch.dtype, monkeypatch: pytes
     torch.testing.assert_close((whole.peak + whole.total.log())[is_law], expected[is_law], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_no_law_give_some_token(value: float) -> None:
+    logits = torch.full((1, 7), value)
+    tokens, normaliser = draw_from_logits(logits, torch.tensor([[0.9]], dtype=torch.float64))
+    assert 0 <= int(tokens) < 7 and not normaliser.peak.isfinite()
+
+
 def test_drawing_from_logits_also_normalises() -> None:
     logits, _, _, uniforms = block(torch.float32, 300)
     tokens, normaliser = draw_from_logits(logits[:, 0], uniforms[:, :1])
