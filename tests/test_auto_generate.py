@@ -227,5 +227,5 @@ def test_compiled_passes_draft_in_every_round(pair):
         **prompts.inputs, **AUTO, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=draft,
         cache_implementation="static", num_assistant_tokens=3, speculation_costs=DEAR,
     )  # fmt: skip
-    assert set(passes[1:]) <= {1, 2}
+    assert len(passes) > 20 and set(passes[1:]) <= {1, 2}
     assert output[0, 9:].tolist() == tiny.plain_greedy(tiny.pair("llama")[0], prompts, NEW_TOKENS)[0].tolist()
