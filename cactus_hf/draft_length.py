@@ -84,7 +84,8 @@ def make_schedule(settings: DraftLength, num_rows: int, needs_drafts: bool) -> S
     The schedule of a call with `num_rows` returned rows.
 
     Args:
-        needs_drafts (`bool`): whether the source must draft in every round, and no more than it was made for.
+        needs_drafts (`bool`): whether there must be drafts in every round, and no more than `num_tokens`: generators
+            of transformers count on having seen each round, and compiled passes have one form for each width.
     """
     if settings.schedule != "auto":
         return LengthSchedule(settings, num_rows)

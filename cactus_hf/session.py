@@ -85,7 +85,7 @@ def speculate(
         Sequences(input_ids, padding, max_length, target.pad_token_id(config)),
         rule if config.do_sample else None,
         BlockProcessor.of_call(processors, input_ids, target.vocab_size),
-        make_schedule(length, num_rows, sources.needs_generator),
+        make_schedule(length, num_rows, sources.needs_generator or config.cache_implementation == "static"),
         stopping,
         uniforms if config.do_sample else NoUniforms(),
         counters.Recorder(num_rows, options.speculation_kl),

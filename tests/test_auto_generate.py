@@ -31,7 +31,7 @@ def pair():
     return cactus_hf.enable(copy.copy(target)), draft
 
 
-def widths(model, target) -> list[int]:
+def widths(model) -> list[int]:
     """Of the passes that a model makes from now on."""
     seen: list[int] = []
     model.register_forward_pre_hook(
@@ -75,7 +75,7 @@ def test_other_sources_and_a_threshold(pair, source):
 def test_rounds_without_drafts_make_no_pass_of_the_draft(pair):
     target, draft = pair
     draft = copy.deepcopy(draft)
-    passes, prompts = widths(draft, target), tiny.ragged_prompts((9,))
+    passes, prompts = widths(draft), tiny.ragged_prompts((9,))
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     output = target.generate(
         **prompts.inputs, **AUTO, **options, assistant_model=draft, speculation_costs=DEAR
@@ -88,7 +88,7 @@ def test_what_the_draft_missed_is_read_in_one_pass(pair):
     """After rounds without drafts, those of a draft that is tried again have the law of the whole text."""
     target, _ = pair
     noise = tiny.ARCHITECTURES["llama"].build(seed=99)
-    passes, prompts = widths(noise, target), tiny.ragged_prompts((9,))
+    passes, prompts = widths(noise), tiny.ragged_prompts((9,))
     target.generate(
         **prompts.inputs, **AUTO, do_sample=False, max_new_tokens=200, assistant_model=noise, speculation_costs=CLOSE
     )
@@ -210,9 +210,22 @@ class TestConfig:
 def test_errors_come_before_any_pass(pair, options, words):
     target, draft = pair
     draft = copy.deepcopy(draft)
-    passes = widths(draft, target)
+    passes = widths(draft)
     with pytest.raises(ValueError, match=words):
         target.generate(
             torch.tensor([[5, 6, 7]]), assistant_model=draft, do_sample=True, max_new_tokens=9, **AUTO | options
         )
     assert not passes
+
+
+def test_compiled_passes_draft_in_every_round(pair):
+    """A draft that was left out would read what it missed in a pass of yet another width."""
+    target, draft = pair
+    draft = copy.deepcopy(draft)
+    passes, prompts = widths(draft), tiny.ragged_prompts((9,))
+    output = target.generate(
+        **prompts.inputs, **AUTO, do_sample=False, max_new_tokens=NEW_TOKENS, assistant_model=draft,
+        cache_implementation="static", num_assistant_tokens=3, speculation_costs=DEAR,
+    )  # fmt: skip
+    assert len(passes) > 20 and set(passes[1:]) <= {1, 2}
+    assert output[0, 9:].tolist() == tiny.plain_greedy(tiny.pair("llama")[0], prompts, NEW_TOKENS)[0].tolist()
