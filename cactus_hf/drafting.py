@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .logits import BlockProcessor
-from .probabilities import Normaliser, draw_from_logits, normalise, token_logits
+from .probabilities import Normaliser, draw_from_logits, widened
 from .ranks import ALONE, Ranks
 from .reading import Reader
 from .sequences import Sequences
@@ -76,19 +76,18 @@ class DraftModel:
         reads_text = self.processors.reads_text
         draws = uniforms.split(1, dim=1)
         limits = lengths.to(device)  # [B], most drafts that each row will have
-        steps: list[tuple[Tensor, Tensor, Normaliser]] = []  # tokens [B, 1] and their law [B, 1, V]
+        steps: list[tuple[Tensor, Tensor, Normaliser]] = []  # tokens [B, 1] and their law [B, V]
         logits = self.reader.begin(sequences, lengths.clamp_min(1))
         for i in range(num_drafts):
-            law = self.processors(self.reader.text.over_target(logits.to(device)).unsqueeze(1), sequences, offset=i)
-            tokens, normaliser = self._choose(law.squeeze(1), draws[i])
+            law = self.processors.on_step(self.reader.text.over_target(logits.to(device)), sequences, offset=i)
+            tokens, normaliser = self._choose(law, draws[i])
             tokens = self.ranks.same(tokens)
             steps.append((tokens, law, normaliser))
             if reads_text:
                 sequences.write(i, tokens)
             if self.confidence_threshold > 0:
-                is_sure = self.ranks.same(
-                    normalise(law).probability(token_logits(law, tokens))[:, 0] >= self.confidence_threshold
-                )
+                probability = widened(law).softmax(-1).gather(1, tokens)[:, 0]
+                is_sure = self.ranks.same(probability >= self.confidence_threshold)
                 limits = torch.where(is_sure, limits, limits.clamp_max(i + 1))
                 if not (limits > i + 1).any():  # worth asking the device: it saves the steps that are left
                     break
@@ -112,7 +111,7 @@ class DraftModel:
         lengths = torch.minimum(num_leading(peak != -torch.inf), limits)
         if not self.do_sample:
             return Drafts(tokens, None, lengths)
-        return Drafts(tokens, torch.cat([step[1] for step in steps], dim=1), lengths, Normaliser(peak, total))
+        return Drafts(tokens, torch.stack([step[1] for step in steps], dim=1), lengths, Normaliser(peak, total))
 
     def keep(self, index: Tensor) -> None:
         self.reader.keep(index)

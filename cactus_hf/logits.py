@@ -152,7 +152,7 @@ class BlockProcessor:
         is_void: Tensor | None = None
         for processor in self.steps:
             if isinstance(processor, Warpers):
-                logits = processor(logits)
+                logits = processor(logits.flatten(0, 1)).view_as(logits)
                 continue
             if isinstance(processor, OwnProcessor):
                 logits = processor.on_block(logits, sequences, offset, self.is_draft)
@@ -166,6 +166,12 @@ class BlockProcessor:
             is_void = is_empty if is_void is None else is_void | is_empty
             logits = logits.masked_fill(is_void[..., None], 0.0)  # the next processors take nothing but laws
         return logits if is_void is None else logits.masked_fill(is_void[..., None], -torch.inf)
+
+    def on_step(self, logits: Tensor, sequences: Sequences, offset: int) -> Tensor:
+        """The same for one position, `logits` [B, V]."""
+        if len(self.steps) == 1 and isinstance(self.steps[0], Warpers):
+            return self.steps[0](widened(logits))
+        return self(logits.unsqueeze(1), sequences, offset).squeeze(1)
 
     def finish(self, sequences: Sequences) -> None:
         """Call the processors that remember on what was committed since, so that they end as after plain decoding."""

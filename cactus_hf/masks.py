@@ -48,7 +48,7 @@ def attention_mask(
 
 
 def _visible(pattern: Pattern, slots: Slots) -> Tensor:
-    if slots.num_tokens == 1 and slots.lowest == slots.highest and pattern.kind == "full":  # a step of drafting
+    if slots.num_tokens == 1 and slots.rows is None and pattern.kind == "full":  # a step of drafting
         return slots.positions.new_ones((len(slots.positions), 1, 1, slots.width), dtype=torch.bool)
     query = slots.positions[:, None, :, None]  # [B, 1, T, 1]
     slot = torch.arange(slots.width, device=query.device)

@@ -31,7 +31,7 @@ class Slots(NamedTuple):
     device.
     """
 
-    rows: Tensor  # [B, 1]: 0, 1, ...
+    rows: Tensor | None  # [B, 1]: 0, 1, ...; not needed where all rows are alike
     positions: Tensor  # [B, num_tokens]
     num_tokens: int
     lowest: int
@@ -44,8 +44,9 @@ class Slots(NamedTuple):
         positions = first[:, None]
         if num_tokens > 1:
             positions = positions + torch.arange(num_tokens)
-        rows = torch.arange(len(ends), device=device)[:, None]
-        return cls(rows, positions.to(device, non_blocking=True), num_tokens, min(ends), max(ends))
+        lowest, highest = min(ends), max(ends)
+        rows = None if lowest == highest else torch.arange(len(ends), device=device)[:, None]
+        return cls(rows, positions.to(device, non_blocking=True), num_tokens, lowest, highest)
 
     @property
     def width(self) -> int:
@@ -248,7 +249,7 @@ def _is_supported(layer: object) -> bool:
 
 
 def _write(states: Tensor, new: Tensor, slots: Slots) -> None:
-    if slots.lowest == slots.highest:  # all rows alike: a plain slice is several times cheaper than a scatter
+    if slots.rows is None:  # all rows alike: a plain slice is several times cheaper than a scatter
         states[:, :, slots.lowest : slots.width] = new
         return
     # Under autocast a cache of transformers 5.17 holds values in float32 that the model writes in half precision

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .acceptance import AcceptanceRule, Drafted, SpeculativeSampling
+from .acceptance import AcceptanceRule, Drafted
 from .checks import bad_target_error, check_block, check_draft_lengths, check_uniforms, warn_bad_draft
 from .parameters import move_rule
 from .probabilities import LEAST_TOTAL, Normaliser, draw, normalise, row_probs, token_logits, widened
@@ -156,7 +156,7 @@ def verify_block(
         weights = replacement(weights, tokens, draft_logits, draft, rule, drafted, at, is_rejected)
     next_token = draw(weights, uniforms[:, num_drafted])
 
-    is_lossless = tests < SpeculativeSampling().accept(drafted)
+    is_lossless = tests * draft_prob < target_prob  # u < q/p
     ball_kl = _binary_kl(drafted)
     return Verification(
         num_accepted=num_accepted,

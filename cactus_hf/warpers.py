@@ -28,11 +28,10 @@ class Warpers:
         self.processors = processors
         self.num_likeliest = _num_likeliest(processors)
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Process `logits` [B, T, V]."""
-        rows = logits.flatten(0, 1)
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Process logits [N, V]."""
         likeliest = self._on_likeliest(rows)
-        return (self._on_all(rows) if likeliest is None else likeliest).view_as(logits)
+        return self._on_all(rows) if likeliest is None else likeliest
 
     def _on_all(self, rows: Tensor) -> Tensor:
         for processor in self.processors:
