@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +24,7 @@ class Pair(NamedTuple):
     name: str
     target: PreTrainedModel
     draft: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None  # `None` for random weights
 
 
 def number(
@@ -58,16 +59,22 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", help="cpu, cuda, cuda:1, ... (default: the GPU if there is one)")
     add("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's on a GPU, float32 on a CPU)")
+    add("--assistant-dtype", "--draft-dtype", choices=DTYPES, help="of the draft's weights (default: as the target's)")
     add("--pack", action="store_true", help="pack the linear layers of both models, on a CPU (see docs/cpu.md)")
 
 
 def check_models(args: argparse.Namespace) -> None:
-    """Refuses options that name two pairs, or half of one."""
+    """Refuses options that name two pairs, or half of one, and what the device does not have."""
     if args.pair and (args.model or args.assistant):
         raise ValueError("--pair names both models: give either --pair, or --model and --assistant.")
     if bool(args.model) != bool(args.assistant):
         missing = "--assistant (the draft)" if args.model else "--model (the target)"
         raise ValueError(f"--model and --assistant belong together: {missing} is missing.")
+    if args.pack:
+        from .pairs import find_device
+
+        if (device := find_device(args.device)).type != "cpu":
+            raise ValueError(f"--pack is for a CPU, and the models go to {device}: leave it out, or add --device cpu.")
 
 
 def load(args: argparse.Namespace) -> Pair:
@@ -78,8 +85,6 @@ def load(args: argparse.Namespace) -> Pair:
 
     names = pairs.named(args.pair) if args.pair else (args.model, args.assistant)
     device = pairs.find_device(args.device)
-    if args.pack and device.type != "cpu":
-        raise ValueError(f"--pack is for models on a CPU; these go to {device}: leave it out, or add --device cpu.")
     dtype = args.dtype and getattr(torch, args.dtype)
     if all(names):
         pair = Pair(" + ".join(names), *pairs.load(*names, device=device, dtype=dtype))
@@ -87,11 +92,22 @@ def load(args: argparse.Namespace) -> Pair:
         from . import embedded
 
         pair = Pair("embedded pair", *embedded.load_pair(device=device, dtype=dtype))
-    if not args.pack:
-        return pair
-    from .packed_linears import pack_linears
+    return prepared(args, pair)
 
-    return pair._replace(name=f"{pair.name}, packed", target=pack_linears(pair.target), draft=pack_linears(pair.draft))
+
+def prepared(args: argparse.Namespace, pair: Pair) -> Pair:
+    """The pair with the draft's own precision and packed layers, where these were asked for."""
+    import torch
+
+    name, target, draft, tokenizer = pair
+    if args.assistant_dtype:
+        draft = copy.deepcopy(draft).to(getattr(torch, args.assistant_dtype))  # it may share weights with the target
+        name += f", draft in {args.assistant_dtype}"
+    if args.pack:
+        from .packed_linears import pack_linears
+
+        target, draft, name = pack_linears(target), pack_linears(draft), f"{name}, packed"
+    return Pair(name, target, draft, tokenizer)
 
 
 def add_sampling(add: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..arguments import Prompt, encode, load, pad_token_id, sampling_options
+from ..arguments import Pair, Prompt, encode, load, pad_token_id, prepared, sampling_options
 from . import options
 from .options import add_arguments, chosen_kinds
 
@@ -106,7 +106,8 @@ def _load(args: argparse.Namespace, prompts: list[Prompt]) -> Models:
     target, draft = build_pair(args.preset, device, getattr(torch, args.dtype or usual), args.layers)
     layers = f" of {args.layers} layers" if args.layers else ""
     ids = random_prompts(target.config.vocab_size, args.seed)[: len(prompts)]
-    return Models(f"random weights, {args.preset}{layers}", target, draft, 0, ids)
+    name, target, draft, _ = prepared(args, Pair(f"random weights, {args.preset}{layers}", target, draft, None))
+    return Models(name, target, draft, 0, ids)
 
 
 def _cells(args: argparse.Namespace, models: Models) -> list[Cell]:

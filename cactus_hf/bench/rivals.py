@@ -54,6 +54,11 @@ def check_installed(name: str) -> None:
 
 def economize(target: Any, draft: Any, num_drafts: int, sampling: Sampling) -> Decode:
     """Its `decode_batch`: its `generate` refuses transformers 5.24."""
+    if hasattr(draft, "kept_ids"):
+        raise ValueError(
+            "economize takes the output layer of a draft for its whole vocabulary, and that of this one is cut: leave "
+            "economize out of --methods."
+        )
     economize = importlib.import_module("economize")
     draft_model = importlib.import_module("economize.techniques.draft_model")
     # It loads a draft from a folder or the Hub, and would load ours a second time, or in vain: not all have a folder
