@@ -113,10 +113,11 @@ class Decoder:
         target_logits = self.processors(logits if self.raw_logits is None else logits.clone(), self.sequences)
         if self.rule is None:
             return match_greedy(target_logits, drafts.tokens, drafts.lengths), target_logits
-        num_drafts = drafts.tokens.shape[1]
-        tests = torch.cat([uniforms[:, :num_drafts], uniforms[:, -1:]], dim=1)  # a draft may stop short of its length
         tokens, laws, lengths, normaliser = drafts
-        return verify_block(target_logits, tokens, laws, self.rule, lengths, tests, normaliser), target_logits
+        num_drafts = tokens.shape[1]
+        if uniforms.shape[1] > num_drafts + 1:  # the draft has stopped short of its length
+            uniforms = torch.cat([uniforms[:, :num_drafts], uniforms[:, -1:]], dim=1)
+        return verify_block(target_logits, tokens, laws, self.rule, lengths, uniforms, normaliser), target_logits
 
     def _divergence(self, target_logits: Tensor, drafts: Drafts) -> tuple[Tensor, ...]:
         """The emitted law's KL and TV [B, m], if asked for."""
@@ -151,12 +152,8 @@ class Decoder:
         widths = [num_drafts + 1, len(scalars), *[num_drafts] * len(arrays)]
         tokens, counts, is_boosted, *divergence = host.split(widths, dim=1)
         tokens, counts = tokens.long(), counts.long()
-        if counts[:, -1].max() >= 0:
-            self._cut_at_dead_ends(counts, target_logits)
-        num_emitted, has_ended, num_accepted, num_drafted, num_proposed, _ = counts.unbind(1)
-        if not self.has_warned and (num_drafted < num_proposed).any():
-            self.has_warned = True
-            warn_bad_draft()
+        self._check(counts, target_logits)
+        num_emitted, has_ended, num_accepted, num_drafted, *_ = counts.unbind(1)
         rows = self.sequences.rows
         for collector, values in ((self.scores, target_logits), (self.raw_logits, logits)):
             if collector is not None:  # criteria look at the scores, so the output forgets what they cut off
@@ -177,13 +174,17 @@ class Decoder:
             torch.stack(divergence),
         )
 
-    def _cut_at_dead_ends(self, counts: Tensor, target_logits: Tensor) -> None:
-        """Cuts blocks where the target allows no token behind drafts, by changing `counts` [B, 6] of `_commit`.
+    def _check(self, counts: Tensor, target_logits: Tensor) -> None:
+        """Raises or warns where laws were none, by `counts` [B, 6] of `_commit`.
 
-        The drafts may have ended the text, or be what a processor does not take. Else the next round begins there, and
-        fails as plain decoding would.
+        Where the target allows no token behind drafts, the block is cut there, by changing `counts`: the drafts may
+        have ended the text, or be what a processor does not take. Else the next round begins there, and fails as plain
+        decoding would.
         """
-        for b, (num_emitted, has_ended, *_, place) in enumerate(counts.tolist()):
+        for b, (num_emitted, has_ended, _, num_drafted, num_proposed, place) in enumerate(counts.tolist()):
+            if num_drafted < num_proposed and not self.has_warned:
+                self.has_warned = True
+                warn_bad_draft()
             if place < 0:
                 continue
             is_empty = target_logits[b, place].amax() == -torch.inf

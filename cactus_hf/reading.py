@@ -80,6 +80,7 @@ class Reader:
 
     model: CachedModel
     last_pass: tuple[Tensor, Tensor]  # ids [B, T], and slots [B] (on the CPU) of the first of them
+    start: Tensor  # [B] on the CPU: position at which the model begins to read each row
     end: Tensor  # [B] on the CPU: positions read so far, drafts included
 
     def __init__(
@@ -91,8 +92,8 @@ class Reader:
     ):
         self.prefill, self.text, self.context = prefill, text, context
         length, _ = text.follow(sequences)
-        self.start = torch.zeros_like(length)  # [B] on the CPU: position at which the model begins to read each row
-        self.start = self._start(length)
+        self._move(torch.zeros_like(length))
+        self._move(self._start(length))
         self._read_again(sequences, length)
 
     @property
@@ -108,23 +109,23 @@ class Reader:
         """Logits [B, V'] behind the committed text, to go on with `lengths` [B] drafts."""
         length, met = self.text.follow(sequences)
         if self.context is not None:
-            start = self._start(length + lengths - 1)  # the last draft is not read
-            if (start != self.start).any():
-                self.start = start
+            end = length + lengths - 1  # the last draft is not read
+            if int(self._slots(end).max()) > self.context:
+                self._move(self._start(end))
                 return self._read_again(sequences, length)
         # Rows that need fewer ids than others see some again, which rewrites the same states. A row that is too short
         # for that reads on behind its end, where the drafts will overwrite what it leaves.
         first = torch.minimum(torch.minimum(met, self.end), length - 1)
         unseen = int((length - first).max())
         first = torch.maximum(length - unseen, self.start)
-        logits = self._score(self.text.read(sequences, first, unseen), first - self.start)
+        logits = self._score(self.text.read(sequences, first, unseen), self._slots(first))
         self.end = length
         last = (length - 1 - first).to(logits.device)
         return logits[torch.arange(len(last), device=last.device), last]
 
     def go_on(self, tokens: Tensor) -> Tensor:
         """Logits [B, V'] behind one drafted token [B, 1] more."""
-        logits = self._score(self.text.read_drafts(tokens), self.end - self.start)
+        logits = self._score(self.text.read_drafts(tokens), self._slots(self.end))
         self.end = self.end + 1
         return logits.select(1, 0)
 
@@ -141,6 +142,14 @@ class Reader:
         self.model.keep(index)
         self.start, self.end = self.start[index], self.end[index]
 
+    def _move(self, start: Tensor) -> None:
+        self.start = start
+        self.is_cut = bool(start.any())
+
+    def _slots(self, positions: Tensor) -> Tensor:
+        """Where the model holds `positions` [B]."""
+        return positions - self.start if self.is_cut else positions
+
     def _start(self, end: Tensor) -> Tensor:
         """Where to start so that positions up to `end` [B] fit: a matter of the row alone, whatever its neighbours."""
         if self.context is None:
@@ -149,7 +158,7 @@ class Reader:
         return torch.maximum(self.start, (excess + self.step - 1) // self.step * self.step)
 
     def _read_again(self, sequences: Sequences, length: Tensor) -> Tensor:
-        count = length - self.start
+        count = self._slots(length)
         columns = int(count.max())
         self.end = length
         ids = self.text.read(sequences, length - columns, columns)

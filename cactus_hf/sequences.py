@@ -38,9 +38,9 @@ class Sequences:
         self._refresh()
 
     def _refresh(self) -> None:
-        length = self.length[self.rows]
-        self.column = length.to(self.tokens.device)  # [B], next column to commit
-        self.longest = int(length.max())
+        self.active_length = self.length[self.rows]  # [B] on the CPU
+        self.column = self.active_length.to(self.tokens.device)  # [B], next column to commit
+        self.longest = int(self.active_length.max())
 
     @property
     def num_columns(self) -> int:
@@ -49,15 +49,16 @@ class Sequences:
 
     def remaining(self) -> Tensor:
         """[B] on the CPU: tokens that each row may still get."""
-        return self.max_length - self.length[self.rows]
+        return self.max_length - self.active_length
 
     def slots(self, offset: int = 0) -> Tensor:
         """[B] on the CPU: position of the column `offset` behind the last committed one."""
-        return (self.length - self.padding)[self.rows] + offset
+        slots = self.active_length - self.padding[self.rows]
+        return slots + offset if offset else slots
 
     def position(self) -> Tensor:
         """[B] on the device: position of the next token."""
-        return self.column - self.padding[self.rows].to(self.column.device)
+        return self.slots().to(self.column.device)
 
     def read(self, offset: int, count: int) -> Tensor:
         """[B, count]: the columns from `offset` behind the next one; offset -1 is the last committed token."""
@@ -107,9 +108,11 @@ class Sequences:
 
     def commit(self, block: Tensor, count: Tensor) -> None:
         """Keep the first `count` [B] of the tokens `block` [B, T] (both on the CPU) that were written at offset 0."""
-        place = torch.arange(block.shape[1])
-        self.text[self.rows[:, None], self.length[self.rows, None] + place] = block
-        self.length[self.rows] += count
+        if len(self.rows) == 1:
+            self.text[self._of_only_row(0, block.shape[1])] = block
+        else:
+            self.text[self.rows[:, None], self.active_length[:, None] + torch.arange(block.shape[1])] = block
+        self.length[self.rows] = self.active_length + count
         self._refresh()
 
     def keep(self, index: Tensor) -> None:
