@@ -14,6 +14,9 @@ from torch import Tensor
 
 
 SCRATCH = 2**18  # float32 numbers that a CPU normalises at once: 1 MB, which stays in its cache
+BLOCK = 512  # weights that a draw from a long row sums up at a time
+MOST_AT_ONCE = 2**15  # weights of a row that is not long
+ALMOST_1 = 1 - 2**-53
 LEAST_TOTAL = 2.0**-1000  # of weights to draw by: far from the numbers that float64 holds with fewer digits
 
 
@@ -92,17 +95,45 @@ def draw_from_logits(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Normalis
 
 
 def _inverted(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The index [B, 1] drawn at `uniforms` [B, 1], and the sum of the weights [B, 1]."""
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    """The index [B, 1] drawn at `uniforms` [B, 1], and the sum of the weights [B, 1].
+
+    Cumulative sums are slow. Of long rows one is taken over the sums of blocks, and one within the block it hits.
+    """
+    uniforms = uniforms.double()
+    vocab_size = weights.shape[-1]
+    if vocab_size <= MOST_AT_ONCE:
+        index, cumulative = _inverted_at_once(weights, uniforms)
+        return index, cumulative[:, -1:]
+    sums = _block_sums(weights)
+    block, cumulative = _inverted_at_once(sums, uniforms)
     total = cumulative[:, -1:]
+    # What is left of the uniform, as a share of the block
+    share = (uniforms * total - cumulative.gather(-1, block)) / sums.gather(-1, block) + 1
+    index = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    inside = weights.gather(-1, index.clamp(max=vocab_size - 1)).masked_fill_(index >= vocab_size, 0)
+    place, _ = _inverted_at_once(inside, share.clamp_(0, ALMOST_1))
+    return (block * BLOCK + place).clamp_(max=vocab_size - 1), total
+
+
+def _inverted_at_once(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The index [B, 1], and the cumulative sums."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
     # The largest uniform, 1 - 2^-53, times a normal number is less than the number, rounded too
-    index = torch.searchsorted(cumulative, uniforms.double() * total, right=True)
+    index = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
     index.clamp_(max=weights.shape[-1] - 1)  # of weights that are no numbers
     if not cumulative.is_cpu:
         # A parallel scan can round the sum up at an index of weight 0. Once in 10^15 draws or so, take the largest
         is_drawable = weights.gather(-1, index) > 0
         index = torch.where(is_drawable, index, weights.argmax(-1, keepdim=True))
-    return index, total
+    return index, cumulative
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Sums [B, blocks] of `BLOCK` weights each, float64; the last block is what is left over."""
+    num_whole = weights.shape[-1] // BLOCK
+    whole = weights[:, : num_whole * BLOCK].unflatten(-1, (num_whole, BLOCK))
+    rest = weights[:, num_whole * BLOCK :]
+    return torch.cat([whole.sum(-1, dtype=torch.float64), rest.sum(-1, keepdim=True, dtype=torch.float64)], dim=-1)
 
 
 def _weights(logits: Tensor, peak: Tensor) -> Tensor:

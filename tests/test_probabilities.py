@@ -79,6 +79,23 @@ def test_drawing_from_logits_also_normalises() -> None:
     torch.testing.assert_close(normaliser.total, expected.total, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("vocab_size", [1000, 1024, 1500])  # blocks that are filled, and not
+def test_long_rows_are_drawn_from_alike(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.rand(60, vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    weights[weights < 0.9] = 0.0  # most of them, among these whole blocks of some rows
+    weights[::3, :512] = 0.0
+    weights[1::3, 512:] = 0.0
+    uniforms = torch.rand(60, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    uniforms[:4] = torch.tensor([0.0, 0.0, 1 - 2**-53, 1 - 2**-53], dtype=torch.float64)
+    expected = draw(weights, uniforms)
+    monkeypatch.setattr(probabilities, "MOST_AT_ONCE", 10)
+    got = draw(weights, uniforms)
+    assert torch.equal(got, expected) and (weights.gather(1, got[:, None]) > 0).all()
+    whole_row = torch.linspace(0, 1 - 2**-53, 5000, dtype=torch.float64)
+    counts = draw(weights[:1].expand(5000, -1), whole_row).bincount(minlength=vocab_size) / 5000
+    assert (counts - weights[0] / weights[0].sum()).abs().max() < 1e-3
+
+
 def test_the_drafts_own_normaliser_decides_alike() -> None:
     target, draft, tokens, uniforms = block(torch.float32, 300)
     lengths = torch.tensor([5, 3, 0, 5])
