@@ -60,7 +60,11 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     add("--device", help="cpu, cuda, cuda:1, ... (default: the GPU if there is one)")
     add("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's on a GPU, float32 on a CPU)")
     add("--assistant-dtype", "--draft-dtype", choices=DTYPES, help="of the draft's weights (default: as the target's)")
-    add("--pack", action="store_true", help="pack the linear layers of both models, on a CPU (see docs/cpu.md)")
+    add(
+        "--pack",
+        action=argparse.BooleanOptionalAction,
+        help="pack the linear layers of both models, on a CPU (see docs/cpu.md)",
+    )
 
 
 def check_models(args: argparse.Namespace) -> None:

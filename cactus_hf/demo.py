@@ -74,12 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the demo and returns the exit status."""
     check_models(args)
-    pair = load(args)
     # Late, like all that needs torch: help and mistakes in the options are told at once
     from . import display, report
     from .comparison import Comparison, Method
     from .generation import enable
+    from .pairs import find_device
 
+    if args.pack is None:
+        args.pack = find_device(args.device).type == "cpu" and args.dtype in (None, "float32")
+    pair = load(args)
     prompt = prompt_inputs(pair, args.prompt)
     comparison = Comparison(enable(pair.target), pair.draft, prompt, *generate_options(pair, args))
     plain, lossless, cactus = Method("plain", None), Method("lossless", 0.0), Method("cactus", args.delta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -104,6 +105,31 @@ def test_colours(folders: list[str], options, environment, is_coloured, monkeypa
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert run(folders, "--repeats", "1", *options) == 0
     assert ("\x1b[" in capsys.readouterr().out) == is_coloured
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], ", packed ("),
+        (["--no-pack"], "draft ("),
+        (["--no-pack", "--assistant-dtype", "bfloat16"], ", draft in bfloat16 ("),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_layers_are_packed_on_a_cpu_unless_told_otherwise(
+    folders: list[str], options: list[str], said: str, capsys
+) -> None:
+    assert run(folders, "--repeats", "1", "--max-new-tokens", "8", *options) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_the_target_keeps_its_precision_where_it_shares_weights_with_the_draft() -> None:
+    target, draft = tiny.ARCHITECTURES["llama"].build(), tiny.ARCHITECTURES["llama"].build()
+    draft.model.embed_tokens = target.model.embed_tokens
+    args = argparse.Namespace(assistant_dtype="bfloat16", pack=False)
+    pair = arguments.prepared(args, arguments.Pair("tiny", target, draft, None))
+    assert pair.draft.dtype == torch.bfloat16
+    assert {each.dtype for each in pair.target.parameters()} == {torch.float32}
 
 
 def test_chat_template_is_applied_where_there_is_one() -> None:

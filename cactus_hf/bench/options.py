@@ -108,7 +108,7 @@ def check_options(args: argparse.Namespace) -> None:
 def _check_verify(args: argparse.Namespace) -> None:
     used = {"verify", "vocab_sizes", "batch_sizes", "num_assistant_tokens", "device", "dtype", "threads", "seed"}
     used |= {"repeats", "json", "command", "run"}
-    usual = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE, "greedy": False, "pack": False}
+    usual = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE, "greedy": False}
     given = [name for name, value in vars(args).items() if name not in used and value != usual.get(name)]
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
