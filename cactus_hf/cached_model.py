@@ -108,7 +108,7 @@ class RaggedModel:
         """
         last = Slots.from_host(self.last_slot, 1, last_tokens.device)
         ahead = min(2 * (int(self.last_position.max()) - last.highest), MOST_AHEAD)
-        again = self._score_at(last_tokens, last._replace(highest=last.highest + ahead))[:, 0]
+        again = self._score_at(last_tokens, last.beside_longer(ahead))[:, 0]
         return is_same_law(again, logits)
 
     def _score_at(self, tokens: Tensor, slots: Slots, forward: Callable[..., ModelOutput] | None = None) -> Tensor:

@@ -48,6 +48,11 @@ class Slots(NamedTuple):
         rows = None if lowest == highest else torch.arange(len(ends), device=device)[:, None]
         return cls(rows, positions.to(device, non_blocking=True), num_tokens, lowest, highest)
 
+    def beside_longer(self, ahead: int) -> Slots:
+        """The same, as if there were another row `ahead` slots further on."""
+        rows = torch.arange(len(self.positions), device=self.positions.device)[:, None]
+        return self._replace(rows=rows, highest=self.highest + ahead)
+
     @property
     def width(self) -> int:
         """Slots in use once these tokens are written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -233,6 +234,18 @@ class TestStopping:
         target = cactus_hf.enable(model)
         ours = target.generate(**prompt, assistant_model=draft, cactus_delta=1.0, stop_strings=stops, **options)
         assert torch.equal(ours, plain) and plain.shape[1] < 5 + 15
+
+
+@pytest.mark.parametrize("lengths", ((6, 6, 6), (6, 4, 9)))
+def test_untested_models_are_tried_and_decode_batches_together(lengths, pair, monkeypatch):
+    target, draft = pair
+    options = {"assistant_model": draft, "cactus_delta": 0.5, "generator": [1, 2, 3], **SAMPLE}
+    prompts = tiny.ragged_prompts(lengths).inputs
+    expected = target.generate(**prompts, **options)
+    monkeypatch.setattr("cactus_hf.host.Host.is_tested", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as where rows are decoded one after another
+        assert torch.equal(target.generate(**prompts, **options), expected)
 
 
 class TestBrokenModels:

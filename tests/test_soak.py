@@ -233,7 +233,8 @@ def test_nothing_is_left_behind(models, empty_directory):
         calls._one()
         if number % 500 == 499:
             print(f"after {number + 1} calls: {memory() / 2**20:.1f} MiB, {held()}")
-    assert held() == before
+    after = held()  # of what was there before, other tests may have left some to be let go
+    assert not {kind: (before[kind], count) for kind, count in after.items() if count > before[kind]}
     assert settings(models) == was
     for model, values in zip([model for group in models.values() for model in group], weights, strict=True):
         assert all(torch.equal(*pair) for pair in zip(model.state_dict().values(), values, strict=True))

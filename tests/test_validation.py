@@ -91,7 +91,7 @@ def call(target, draft, **options):
         ({"cactus_delta": 1.0, "max_matching_ngram_size": 2.5}, "max_matching_ngram_size.*integer.*2.5"),
         ({"cactus_delta": 1.0, "use_cache": False}, "use_cache"),
         ({"cactus_delta": 1.0, "logits_processor": [OTHER_MODELS]}, "ClassifierFreeGuidance.*leave it out"),
-        ({"cactus_delta": 1.0, "cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"cactus_delta": 1.0, "cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
         ({"cactus_delta": 1.0, "speculation_kl": "no"}, "speculation_kl.*True or False"),
         ({"cactus_delta": 1.0, "attention_mask": torch.ones(4, 9, dtype=torch.long)}, "attention_mask.*token"),
         ({"cactus_delta": 1.0, "attention_mask": torch.eye(4, dtype=torch.long)}, "4, 4.*4, 17"),
