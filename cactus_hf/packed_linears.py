@@ -39,6 +39,7 @@ class PackedLinear(nn.Linear):
         weight, bias = self.weight, self.bias
         if (
             input.dtype is weight.dtype
+            and weight.dtype in (torch.float32, torch.bfloat16)  # a layer that shares a tied weight may be cast by it
             and input.is_cpu
             and input.shape[-1] == weight.shape[1]
             and not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad))

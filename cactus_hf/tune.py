@@ -70,8 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tunes, and returns the exit status."""
     check_models(args)
-    if args.output and Path(args.output).is_file():
-        raise ValueError(f"--output {args.output} is a file: give a folder, which is made if it is not there.")
+    if args.output:
+        try:
+            Path(args.output).mkdir(parents=True, exist_ok=True)  # now, and not when all has been measured
+        except OSError as error:
+            raise ValueError(f"--output {args.output} cannot be a folder: {error.strerror}. Give another.") from None
     if max(args.lengths) == 0:
         raise ValueError("--lengths 0 alone drafts nothing: give others as well.")
     from tqdm import tqdm

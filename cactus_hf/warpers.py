@@ -26,7 +26,9 @@ class Warpers:
 
     def __init__(self, processors: list[Any]):
         self.processors = processors
-        self.num_likeliest = _num_likeliest(processors)
+        place = _top_k_place(processors)
+        self.up_to_top_k = [] if place is None else processors[: place + 1]
+        self.num_likeliest = None if place is None else 2 * processors[place].top_k + SPARE
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Process logits [N, V]."""
@@ -34,30 +36,37 @@ class Warpers:
         return self._on_all(rows) if likeliest is None else likeliest
 
     def _on_all(self, rows: Tensor) -> Tensor:
-        for processor in self.processors:
-            rows = processor(None, rows)
-        return rows
+        return _processed(self.processors, rows)
 
     def _on_likeliest(self, rows: Tensor) -> Tensor | None:
         """`None` where it is no gain; or on a GPU, which could not be asked about ties without waiting for it."""
         if self.num_likeliest is None or not rows.is_cpu or rows.shape[1] < LEAST_GAIN * self.num_likeliest:
             return None
-        logits, ids = rows.topk(self.num_likeliest)
-        logits = self._on_all(logits)
-        if (logits[:, -1] != -torch.inf).any():
-            return None  # so many ties that some may lie outside
+        likeliest, ids = rows.topk(self.num_likeliest)
+        if (_processed(self.up_to_top_k, likeliest)[:, -1] != -torch.inf).any():
+            return None  # so many equal ones that some may lie outside
+        logits = self._on_all(likeliest)
+        is_kept = logits != -torch.inf
+        if ((likeliest[:, 1:] == likeliest[:, :-1]) & (is_kept[:, 1:] != is_kept[:, :-1])).any():
+            return None  # of equal ones some were kept: which, depends on how the others were sorted
         return torch.full_like(rows, -torch.inf).scatter_(1, ids, logits)
 
 
-def _num_likeliest(processors: list[Any]) -> int | None:
-    """How many of a row's largest logits settle what becomes of it; `None` if all of them matter."""
+def _processed(processors: list[Any], rows: Tensor) -> Tensor:
+    for processor in processors:
+        rows = processor(None, rows)
+    return rows
+
+
+def _top_k_place(processors: list[Any]) -> int | None:
+    """Where the top-k stands whose likeliest logits settle what becomes of a row; `None` if all logits matter."""
     for number, processor in enumerate(processors):
         if is_among(processor, frozenset({"TopKLogitsWarper"})):
             others = processors[number:]
             is_settled = all(
                 is_among(each, ROW_WISE) and getattr(each, "filter_value", -torch.inf) == -torch.inf for each in others
             )
-            return 2 * processor.top_k + SPARE if is_settled else None
+            return number if is_settled else None
         if not is_among(processor, frozenset({"TemperatureLogitsWarper"})):  # which keeps the order
             return None
     return None

@@ -231,3 +231,13 @@ def test_draft_and_target_apart():
     """A packed draft next to an ordinary target, and the other way round."""
     assert_plain(enabled(), packed(DRAFT))
     assert_plain(enabled(packed(TARGET)), DRAFT, like=TARGET)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float64))
+def test_a_tied_head_may_be_cast_by_the_embedding(dtype: torch.dtype) -> None:
+    model = packed(TIED).to(dtype)
+    with torch.no_grad():
+        logits = model(IDS).logits
+        expected = copy.deepcopy(TIED).to(dtype)(IDS).logits
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits, expected, atol=1e-2, rtol=1e-2)

@@ -97,7 +97,7 @@ def test_printed_table(folders, capsys):
     ("options", "words"),
     (
         (["--lengths", "0"], "--lengths 0 alone"),
-        (["--output", __file__], "is a file"),
+        (["--output", __file__], "cannot be a folder"),
         (["--pair", "x"], "--pair names both models"),
         (["--prompts", "no such file"], "no such file"),
         (["--max-new-tokens", "3"], "--max-new-tokens"),

@@ -36,7 +36,7 @@ def on_all(processors: list, logits: Tensor) -> Tensor:
 def test_equal_to_all_processors_on_all_logits(processors: list, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, made = rows(), Warpers(processors)
     expected = on_all(processors, logits.clone())
-    widths = []
+    widths: list[int] = []
     stock = Warpers._on_all
     monkeypatch.setattr(Warpers, "_on_all", lambda self, flat: widths.append(flat.shape[1]) or stock(self, flat))
     processed = made(logits)
@@ -50,6 +50,21 @@ def test_ties_beyond_what_was_looked_at_are_kept() -> None:
     logits = torch.full((1, VOCAB), 1.0)  # all are among the five most likely
     assert torch.equal(Warpers(processors)(logits), logits)
     logits[..., 7] = 2.0
+    assert torch.equal(Warpers(processors)(logits), on_all(processors, logits))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("processors", RUNS.values(), ids=RUNS)
+def test_of_equal_logits_the_same_are_kept(processors: list, dtype: torch.dtype) -> None:
+    """Logits of half precision have many equals; a top-p keeps some of them."""
+    for seed in range(5):
+        logits = rows(seed).to(dtype).float()
+        assert torch.equal(Warpers(processors)(logits) == -torch.inf, on_all(processors, logits) == -torch.inf)
+
+
+def test_ties_that_a_later_processor_cuts_are_counted_before() -> None:
+    processors = [hf.TopKLogitsWarper(5), hf.TopPLogitsWarper(0.5)]
+    logits = rows().div(3).round()  # some hundred tokens share the k-th place
     assert torch.equal(Warpers(processors)(logits), on_all(processors, logits))
 
 
