@@ -6,7 +6,6 @@ slows down or speeds up meanwhile treats them alike, and the median over the tur
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm import tqdm
 
 from . import measuring
-from .measuring import Counts
+from .measuring import Counts, Speeds
 
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Speeds):
     """
     What the runs of one method came to.
 
@@ -65,21 +64,6 @@ class Row:
     accepted_length: float | None
     acceptance: float | None
     emitted_kl: float | None
-
-    @property
-    def rates(self) -> list[float]:
-        """Tokens a second of each run."""
-        return measuring.rates(self.new_tokens, self.seconds)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Median over the runs."""
-        return statistics.median(self.rates)
-
-    @property
-    def spread(self) -> float:
-        """Fastest minus slowest run, as a share of the median."""
-        return measuring.spread(self.rates)
 
 
 class Comparison:
@@ -112,13 +96,16 @@ class Comparison:
         """One call of `generate()` with `method`; `options` go before those of the comparison."""
         import torch
 
+        from .counters import track
+
         speculative = {"assistant_model": self.draft, "cactus_delta": method.delta, **self.draft_options}
         own = {} if method.delta is None else speculative
-        every = {**self.inputs, **self.options, **own, **options, "do_sample": True, "return_dict_in_generate": True}
+        every = {**self.inputs, **self.options, **own, **options, "do_sample": True}
         torch.manual_seed(seed)
-        output, seconds = measuring.timed(lambda: self.target.generate(**every), self.target.device)
-        tokens = output.sequences[0, self.inputs["input_ids"].shape[1] :].tolist()
-        return Run(tokens, seconds, None if method.delta is None else output.speculation)
+        with track() as calls:  # with an output that has statistics, ours alone would also have a cache to give back
+            ids, seconds = measuring.timed(lambda: self.target.generate(**every), self.target.device)
+        tokens = ids[0, self.inputs["input_ids"].shape[1] :].tolist()
+        return Run(tokens, seconds, calls[0] if calls else None)
 
     def rows(
         self, methods: Sequence[Method], seed: int, repeats: int, measured: dict[Method, Run], progress: bool = True

@@ -191,12 +191,12 @@ class Recorder:
         divergence = round.divergence.where(round.is_in(verified)[:, :-1], 0.0).sum(-1)
         self.divergence.index_add_(1, round.rows, divergence)
         is_kept = round.is_in(accepted)[:, :-1].long()
-        self.by_position = _widened(self.by_position, is_kept.shape[1], 0)
+        self.by_position = _with_columns(self.by_position, is_kept.shape[1], 0)
         self.by_position[:, : is_kept.shape[1]].index_add_(0, round.rows, is_kept)
         self._settle_kinds(round, begin)
 
     def _settle_kinds(self, round: Round, begin: Tensor) -> None:
-        self.kinds = _widened(self.kinds, int(self.emitted.max()), int(TokenKind.PAD))
+        self.kinds = _with_columns(self.kinds, int(self.emitted.max()), int(TokenKind.PAD))
         is_emitted = round.is_in(round.num_emitted)
         batch, place = is_emitted.nonzero(as_tuple=True)
         self.kinds[round.rows[batch], begin[batch] + place] = round.kinds()[is_emitted]
@@ -217,7 +217,7 @@ class Recorder:
         )
 
 
-def _widened(values: Tensor, num_columns: int, fill: int) -> Tensor:
+def _with_columns(values: Tensor, num_columns: int, fill: int) -> Tensor:
     """With `num_columns` columns at least, the new ones holding `fill`."""
     missing = num_columns - values.shape[1]
     return values if missing <= 0 else torch.nn.functional.pad(values, (0, missing), value=fill)

@@ -45,14 +45,26 @@ def turns(repeats: int, time_limit: float | None = None) -> Iterator[int]:
             return
 
 
-def rates(tokens: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Tokens a second of each run."""
-    return [count / each for count, each in zip(tokens, seconds, strict=True)]
+class Speeds:
+    """What the speeds of several runs come to; for classes that hold the tokens and seconds of each."""
 
+    new_tokens: list[int]
+    seconds: list[float]
 
-def spread(values: Sequence[float]) -> float:
-    """Largest minus smallest, as a share of the median."""
-    return (max(values) - min(values)) / statistics.median(values)
+    @property
+    def rates(self) -> list[float]:
+        """Tokens a second of each run."""
+        return [tokens / seconds for tokens, seconds in zip(self.new_tokens, self.seconds, strict=True)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the runs."""
+        return statistics.median(self.rates)
+
+    @property
+    def spread(self) -> float:
+        """Fastest minus slowest run, as a share of the median."""
+        return (max(self.rates) - min(self.rates)) / self.tokens_per_second
 
 
 class Counts(NamedTuple):

@@ -81,7 +81,7 @@ def load(
 
         def part(auto: Any, name: str, what: str, **options: Any) -> Any:
             bar.set_postfix_str(f"{what} of {name}")
-            loaded = _from_pretrained(auto, name, progress, **options)
+            loaded = from_pretrained(auto, name, progress, **options)
             bar.update()
             return loaded
 
@@ -133,7 +133,7 @@ def check_tokenizers(
         )
 
 
-def _from_pretrained(auto: Any, name: str, progress: bool, **options: Any) -> Any:
+def from_pretrained(auto: Any, name: str, progress: bool = True, **options: Any) -> Any:
     """`auto.from_pretrained(name)`, from the disk where it is there, so that neither a start nor an error waits."""
     is_folder = Path(name).is_dir()
     if is_folder and not Path(name, "config.json").is_file():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import statistics
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .demo import number
+from .arguments import number
+from .measuring import timed
 
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from transformers import AutoModelForCausalLM, __version__
 
+    from . import pairs
     from .embedded.pair import load_target
     from .packed_linears import pack_linears
 
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         model, _ = load_target(device="cpu", dtype=dtype)
     else:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
+        model = pairs.from_pretrained(AutoModelForCausalLM, args.model, dtype=dtype).eval()
     models = {"ordinary": model, "packed": pack_linears(copy.deepcopy(model))}
     widths = args.widths or [width(text) for text in WIDTHS.split()]
     times = measure(models, widths, args.cached, args.repeats)
@@ -93,11 +95,6 @@ def measure(
     columns = num_cached + max(num_new for _, num_new in widths)
     ids = torch.randint(config.vocab_size, (rows, columns), generator=torch.Generator().manual_seed(0))
 
-    def timed(model: PreTrainedModel, tokens: torch.Tensor, cache: Any) -> float:
-        began = time.perf_counter()
-        model(tokens, **{CACHE_NAME: cache})
-        return (time.perf_counter() - began) * 1e3
-
     times: dict[str, dict[str, list[float]]] = {kind: {} for kind in models}
     with torch.inference_mode():
         filled = {}
@@ -107,10 +104,11 @@ def measure(
         for repeat in tqdm(range(num_repeats + 1), desc="Passes", unit="repeat", leave=False, disable=None):
             for num_rows, num_new in widths:
                 for kind, model in models.items():
-                    cache = copy.deepcopy(filled[num_rows])
-                    milliseconds = timed(model, ids[:num_rows, num_cached : num_cached + num_new], cache)
+                    new = ids[:num_rows, num_cached : num_cached + num_new]
+                    call = functools.partial(model, new, **{CACHE_NAME: copy.deepcopy(filled[num_rows])})
+                    _, seconds = timed(call, model.device)
                     if repeat > 0:  # the first is warm-up
-                        times[kind].setdefault(f"{num_rows}x{num_new}", []).append(milliseconds)
+                        times[kind].setdefault(f"{num_rows}x{num_new}", []).append(1e3 * seconds)
     return times
 
 

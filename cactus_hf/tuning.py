@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .bench.prompts import Batch
-from .counters import SpeculationStats
+from .counters import SpeculationStats, track
 from .generation import enable
 from .measuring import timed
 from .round_clock import RoundClock, RoundSeconds
@@ -101,7 +101,7 @@ class Tuner:
         self.seed, self.progress = seed, progress
 
     def generate(self, batch: Batch, setting: Setting | None, costs: dict | None = None, **options: Any) -> Any:
-        """One call; plain without a setting. Draft length 0 is our loop without drafts."""
+        """Ids of one call; plain without a setting. Draft length 0 is our loop without drafts."""
         torch.manual_seed(self.seed)
         own: dict[str, Any] = {}
         if setting is not None:
@@ -111,9 +111,7 @@ class Tuner:
                 own["num_assistant_tokens"] = setting.length
             else:
                 own["speculation_costs"] = costs or NO_DRAFTS
-        return self.target.generate(
-            **batch._asdict(), **self.options | options, **own, do_sample=True, return_dict_in_generate=True
-        )
+        return self.target.generate(**batch._asdict(), **self.options | options, **own, do_sample=True)
 
     def explore(self, batches: Sequence[Batch], lengths: Sequence[int], deltas: Sequence[float]) -> Found:
         """Costs at all lengths at the first delta, and the acceptance at each; of other deltas at the longest one."""
@@ -124,8 +122,9 @@ class Tuner:
                 rounds = []
                 for batch in batches:
                     self.progress(f"m {length}, delta {delta:g}")
-                    with RoundClock(self.target, self.draft, self.target.device) as clock:
-                        counts.append(self.generate(batch, Setting(length, delta)).speculation)
+                    with RoundClock(self.target, self.draft, self.target.device) as clock, track() as calls:
+                        self.generate(batch, Setting(length, delta))
+                    counts += calls
                     rounds += clock.rounds(found.batch_size, length)
                 if delta == deltas[0]:
                     found.rounds[length] = _median(rounds, length)
@@ -154,9 +153,9 @@ class Tuner:
                 def call(batch: Batch = batch, num_tokens: dict[str, int] = num_tokens) -> Any:
                     return self.generate(batch, setting, costs, **num_tokens)
 
-                output, took = timed(call, self.target.device)
+                ids, took = timed(call, self.target.device)
                 seconds += sign * took
-                new = output.sequences[:, batch.input_ids.shape[1] :]  # no row ends before the others
+                new = ids[:, batch.input_ids.shape[1] :]  # no row ends before the others
                 tokens += sign * new.numel()
         return tokens / seconds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported, so before the next lines
@@ -38,6 +39,18 @@ def seed() -> None:
     """Every test starts from the same state of the global generators."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def pair_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a tiny pair, "target" and "draft", with a tokenizer of one token a byte."""
+    import tiny
+
+    root = tmp_path_factory.mktemp("pair")
+    for name, model in zip(("target", "draft"), tiny.pair("llama", vocab=260, eps=0.1), strict=True):
+        model.save_pretrained(root / name)
+        tiny.byte_tokenizer().save_pretrained(root / name)
+    return root
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from cactus_hf import cli
 from cactus_hf.bench import command, options, presets, rivals
 from cactus_hf.report import WIDTH as NARROW
@@ -21,14 +20,9 @@ METHODS = ("plain", "stock", "cactus", "mixture", "prompt-lookup")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> list[str]:
+def folders(pair_folder: Path) -> list[str]:
     """Options that name a tiny pair with one token a byte."""
-    root: Path = tmp_path_factory.mktemp("pair")
-    target, draft = tiny.pair("llama", vocab=260, eps=0.1)
-    for name, model in (("target", target), ("draft", draft)):
-        model.save_pretrained(root / name)
-        tiny.byte_tokenizer().save_pretrained(root / name)
-    return ["--target", str(root / "target"), "--draft", str(root / "draft"), "--device", "cpu"]
+    return ["--target", str(pair_folder / "target"), "--draft", str(pair_folder / "draft"), "--device", "cpu"]
 
 
 def bench(*options: str) -> int:

@@ -161,7 +161,11 @@ def test_counts() -> None:
 
 def test_turns_end_with_the_time(monkeypatch) -> None:
     assert list(measuring.turns(3)) == [0, 1, 2] and list(measuring.turns(5, time_limit=0.0)) == [0]
-    assert measuring.rates([10, 30], [2, 3]) == [5, 10] and measuring.spread([10, 40, 20]) == 1.5
+    speeds = measuring.Speeds()
+    speeds.new_tokens, speeds.seconds = [10, 30], [2, 3]
+    assert speeds.rates == [5, 10]
+    speeds.new_tokens, speeds.seconds = [10, 40, 20], [1, 1, 1]
+    assert speeds.spread == 1.5
 
 
 def test_batches_fill_up_and_pad_on_the_left() -> None:

@@ -37,6 +37,11 @@ def test_json(folder, capsys):
     assert 0 <= result["largest_difference"] < 1e-4  # rounding
 
 
+def test_a_folder_that_is_not_there(capsys):
+    assert main(["passes", "--model", "./nowhere"]) == 2
+    assert "There is no folder ./nowhere" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ("8", "0x1", "1xa", "1x2x3"))
 def test_a_width_that_is_none(text, capsys):
     with pytest.raises(SystemExit):

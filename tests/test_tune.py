@@ -22,13 +22,9 @@ from cactus_hf.tuning import Found, RoundSeconds, Setting, acceptance
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> list[str]:
+def folders(pair_folder: Path) -> list[str]:
     """Options that name a tiny pair with one token a byte."""
-    root: Path = tmp_path_factory.mktemp("pair")
-    for name, model in zip(("target", "draft"), tiny.pair("llama", vocab=260, eps=0.1), strict=True):
-        model.save_pretrained(root / name)
-        tiny.byte_tokenizer().save_pretrained(root / name)
-    return ["--model", str(root / "target"), "--assistant", str(root / "draft"), "--device", "cpu"]
+    return ["--model", str(pair_folder / "target"), "--assistant", str(pair_folder / "draft"), "--device", "cpu"]
 
 
 def run(folders: list[str], *options: str) -> int:

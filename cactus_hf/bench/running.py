@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import measuring
-from ..measuring import Counts
+from ..measuring import Counts, Speeds
 from . import memory, rivals
 from .forwards import BareForwards, Shape, behind_prompts, common_shapes, rounds_of
 from .methods import Call, Decoders, Method
@@ -58,7 +58,7 @@ class PassTime(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Speeds):
     """
     What the turns of one method came to. Times are medians in ms, `None` where they cannot be known.
 
@@ -88,19 +88,6 @@ class Result:
     efficiency: float
     passes: list[PassTime]
     peak_memory: tuple[int, str] | None
-
-    @property
-    def rates(self) -> list[float]:
-        """Tokens a second of each turn."""
-        return measuring.rates(self.new_tokens, self.seconds)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return statistics.median(self.rates)
-
-    @property
-    def spread(self) -> float:
-        return measuring.spread(self.rates)
 
     @property
     def overhead_ms(self) -> float | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ..acceptance import AcceptanceRule
 
 
 if TYPE_CHECKING:
-    from ..probabilities import Normaliser
     from ..verification import Verification
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -36,19 +35,11 @@ def serves(target_logits: Tensor, draft_logits: Tensor | None, rule: AcceptanceR
     return rule.needs <= {"entropy", "rank"} and _has_triton() and _is_recent(target_logits.device)
 
 
-def verify_block(
-    target_logits: Tensor,
-    draft_tokens: Tensor,
-    draft_logits: Tensor | None,
-    rule: AcceptanceRule,
-    draft_lengths: Tensor,
-    uniforms: Tensor,
-    draft_normaliser: Normaliser | None = None,
-) -> Verification:
+def verify_block(*block: Any) -> Verification:
     """As the function of this name in `verification.py`, for blocks that [`serves`] accepts."""
     from .verify import verify_block
 
-    return verify_block(target_logits, draft_tokens, draft_logits, rule, draft_lengths, uniforms, draft_normaliser)
+    return verify_block(*block)
 
 
 @cache
