@@ -76,6 +76,8 @@ def emitted_divergence(
         the total variation distance. The former may be infinite for [`Mixture`], which can emit what the target
         cannot; the other rules keep the target's support. Nothing is checked: logits that are no law give NaN.
     """
+    if draft_logits is not None:
+        target_logits, draft_logits = _on_support(target_logits, draft_logits)
     kl = torch.zeros(target_logits.shape[:2], dtype=torch.float64, device=target_logits.device)
     tv = torch.zeros_like(kl)
     # One position at a time, as the closed form takes about ten copies of its rows.
@@ -93,6 +95,20 @@ def emitted_divergence(
         kl[:, position] = (torch.xlogy(law, law) - torch.xlogy(law, target_probs)).sum(-1).clamp(min=0)
         tv[:, position] = (law - target_probs).abs().sum(-1) / 2
     return kl, tv
+
+
+def _on_support(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Both without the tokens that neither of them can draw at any position: behind a top-k hardly any are left.
+
+    Only on a CPU, as a GPU would have to be asked how many there are.
+    """
+    if not target_logits.is_cpu or target_logits.shape != draft_logits.shape:
+        return target_logits, draft_logits
+    possible = ((target_logits > -torch.inf) | (draft_logits > -torch.inf)).flatten(0, -2).any(0)
+    tokens = possible.nonzero().squeeze(-1)
+    if len(tokens) > target_logits.shape[-1] // 2:
+        return target_logits, draft_logits
+    return target_logits[..., tokens], draft_logits[..., tokens]
 
 
 def has_closed_form(rule: AcceptanceRule) -> bool:

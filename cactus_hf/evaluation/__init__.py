@@ -1,0 +1,1 @@
+"""`cactus-hf eval`: scores of acceptance rules on benchmark tasks, beside what they accept, spend and gain."""
