@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--emitted-kl",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure the divergence of the emitted law; takes time, hardly any where top-k cuts the laws (default: on)",
+        help="measure the divergence of the emitted law; takes time, little behind a top-k (default: on)",
     )
 
     add = parser.add_argument_group("output").add_argument
@@ -184,12 +184,9 @@ def _settings(args: argparse.Namespace, pair: Pair, asked: list[Question]) -> di
 
 
 def _methods(args: argparse.Namespace) -> list[Method]:
-    methods = []
-    for name in dict.fromkeys(args.methods):
-        methods += (
-            [Method(name)] if name == PLAIN else [Method(name, m) for m in dict.fromkeys(args.num_assistant_tokens)]
-        )
-    return methods
+    lengths = dict.fromkeys(args.num_assistant_tokens)
+    names = dict.fromkeys(args.methods)
+    return [Method(name, m) for name in names for m in ([None] if name == PLAIN else lengths)]
 
 
 def _report(args: argparse.Namespace, task: Any, records: Records, methods: list[Method], indices: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""GPQA's questions from the archive of their authors, who ask that they never stand in the open: read in memory only."""
+"""GPQA's questions from its authors' archive. They ask that no question be published, so it is read in memory only."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def parse_rule(text: str) -> AcceptanceRule:
 
 
 def method_name(text: str) -> str:
-    """An argparse type: a name that is known, spelled in one way whatever the user's (`cactus:.50` is `cactus:0.5`)."""
+    """An argparse type: a known name, in one spelling (`cactus:.50` becomes `cactus:0.5`)."""
     if text == PLAIN:
         return text
     try:

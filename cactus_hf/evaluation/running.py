@@ -1,4 +1,4 @@
-"""Lets the methods answer the questions: each batch by all methods in turn, so that a run cut short is still paired."""
+"""Lets the methods answer the questions, each batch by all of them in turn: a run cut short is still paired."""
 
 from __future__ import annotations
 

@@ -12,10 +12,11 @@ HEADS = (
     "method", "m", "n", "score", "error", "vs. target", "p", "AL", "acc.", "Rej", "ball KL", "KL", "tok/s", "length",
     "cut",
 )  # fmt: skip
-LEGEND = """score: percent, with its standard error over the n questions; vs. target: difference from the target alone on
-the same questions, with the error of the difference; p: sign test of it. AL: kept drafts a round; acc.: kept share of
-the checked drafts; Rej: wasted drafts a token, as a multiple of speculative sampling's at the same m. ball KL: of the
-law aimed at, KL: of the law emitted, nats a checked draft. length: tokens an answer; cut: answers that were too long."""
+LEGEND = """\
+score: percent, with its standard error over the n questions; vs. target: difference from the target alone on the same
+questions, with the error of the difference; p: sign test of it. AL: kept drafts a round; acc.: kept share of the
+checked drafts; Rej: wasted drafts a token, as a multiple of speculative sampling's at the same m. ball KL: of the law
+aimed at, KL: of the law emitted, nats a checked draft. length: tokens an answer; cut: answers that were too long."""
 
 
 def table(summaries: Sequence[Summary]) -> str:
@@ -44,8 +45,8 @@ def _cells(summary: Summary, all_of_task: Sequence[Summary]) -> tuple[str, ...]:
         against = f"{facts['difference'] * 100:+.1f} ({facts['difference_error'] * 100:.1f})"
     return (
         summary.method.name,
-        shown("num_assistant_tokens", "d"),
-        shown("questions", "d"),
+        shown("num_assistant_tokens", ".0f"),
+        shown("questions", ".0f"),
         shown("score", ".1f", 100),
         shown("error", ".1f", 100),
         against,

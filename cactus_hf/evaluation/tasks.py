@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import random
 from dataclasses import dataclass
@@ -18,8 +20,7 @@ class Definition(NamedTuple):
     """A task of lm-eval, and which of its scores is reported."""
 
     name: str  # lm-eval's
-    folder: str  # of lm-eval's tasks
-    file: str  # in it
+    file: str  # in the folder of lm-eval's tasks
     split: str  # that the questions are taken from
     metric: str
     filter: str = "none"
@@ -27,13 +28,12 @@ class Definition(NamedTuple):
 
 TASKS = {
     "gsm8k": Definition(
-        "gsm8k_cot_zeroshot", "gsm8k", "gsm8k-cot-zeroshot.yaml", "test", "exact_match", "flexible-extract"
+        "gsm8k_cot_zeroshot", "gsm8k/gsm8k-cot-zeroshot.yaml", "test", "exact_match", "flexible-extract"
     ),
-    "ifeval": Definition("ifeval", "ifeval", "ifeval.yaml", "train", "prompt_level_strict_acc"),
+    "ifeval": Definition("ifeval", "ifeval/ifeval.yaml", "train", "prompt_level_strict_acc"),
     "gpqa_diamond": Definition(
         "gpqa_diamond_cot_zeroshot",
-        "gpqa/cot_zeroshot",
-        "gpqa_diamond_cot_zeroshot.yaml",
+        "gpqa/cot_zeroshot/gpqa_diamond_cot_zeroshot.yaml",
         "train",
         "exact_match",
         "flexible-extract",
@@ -82,23 +82,22 @@ def load_task(name: str, data: str | None = None) -> Task:
     definition = TASKS[name]
     folders = importlib.util.find_spec("lm_eval.tasks")
     assert folders is not None and folders.submodule_search_locations
-    folder = Path(folders.submodule_search_locations[0]) / definition.folder
-    manager = tasks.TaskManager(include_path=str(folder), include_defaults=False)
-    random.seed(0)  # GPQA's choices are shuffled as it is loaded
+    original = Path(folders.submodule_search_locations[0]) / definition.file
+    manager = tasks.TaskManager(include_path=str(original.parent), include_defaults=False)
     if data is None:
         return manager.load(definition.name)["tasks"][definition.name]
     with tempfile.TemporaryDirectory() as place:
         # lm-eval changes a task by a file that includes the task's own
         file = Path(place) / f"{name}.yaml"
-        file.write_text(_local(definition, folder, Path(data).resolve()), encoding="utf-8")
+        file.write_text(_local(definition, original, Path(data).resolve()), encoding="utf-8")
         return manager.load(str(file))["tasks"][definition.name]
 
 
-def _local(definition: Definition, folder: Path, data: Path) -> str:
+def _local(definition: Definition, original: Path, data: Path) -> str:
     """A task file that takes the questions from `data`."""
-    lines = [f"include: {folder / definition.file}", f"task: {definition.name}", "dataset_name: null"]
+    lines = [f"include: {original}", f"task: {definition.name}", "dataset_name: null"]
     if data.suffix == ".zip":
-        source = {"path": str(data)}
+        source: dict[str, Any] = {"path": str(data)}
         lines += ["custom_dataset: !function cactus_hf.evaluation.gpqa.read"]
     else:
         source = {"data_files": {definition.split: str(data)}}
@@ -131,7 +130,9 @@ def _build(task: Task, tokenizer: Any, limit: int | None, has_template: bool) ->
         )
 
     template = {"apply_chat_template": True, "chat_template": chat} if has_template else {}
-    task.build_all_requests(limit=limit, rank=0, world_size=1, **template)
+    random.seed(0)  # GPQA's choices are shuffled whenever its questions are asked for
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of milliseconds
+        task.build_all_requests(limit=limit, rank=0, world_size=1, **template)
 
 
 def scores(task: Task, definition: Definition, texts: dict[int, str]) -> dict[int, float]:
@@ -140,11 +141,10 @@ def scores(task: Task, definition: Definition, texts: dict[int, str]) -> dict[in
         instance.resps = [texts.get(instance.doc_id, "")]
         instance.filtered_resps = {}
     task.apply_filters()
-    documents = dict(task.doc_iterator(rank=0, limit=None, world_size=1))
     found = {}
     for instance in task.instances:
         if instance.doc_id in texts:
             answer = instance.filtered_resps[definition.filter]
-            results = task.process_results(documents[instance.doc_id], [answer])
+            results = task.process_results(instance.doc, [answer])
             found[instance.doc_id] = float(results[definition.metric])
     return found
