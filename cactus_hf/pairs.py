@@ -27,7 +27,8 @@ PAIRS = {
     "qwen2.5-coder-7b": ("Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
     "qwen3-8b": ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"),
     "qwen3-14b": ("Qwen/Qwen3-14B", "Qwen/Qwen3-0.6B"),
-    "qwen3-32b": ("Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"),
+    "qwen3-32b": ("Qwen/Qwen3-32B", "Qwen/Qwen3-1.7B"),
+    "r1-distill-7b": ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
     "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
 }
 HUB_TIMEOUT = 10  # seconds to wait for the Hub's first answer

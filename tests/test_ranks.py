@@ -6,6 +6,7 @@ What the processes do stands in tests/processes.py; what they must return is com
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import subprocess
@@ -180,3 +181,32 @@ class TestSharedPrompts:
         printed = launch(launcher, script, folder / "target", folder / "draft", *PROMPTS)
         # In torch 2.9 gloo greets first, from two processes at a time, in pieces of lines
         assert printed.splitlines()[-len(expected) :] == expected
+
+
+class TestEvaluation:
+    def test_processes_share_the_questions(self, pair_folder, tmp_path):
+        """`accelerate launch -m cactus_hf.cli eval`: each process writes a file, the first reports on all."""
+        pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+        data, output = tmp_path / "gsm8k.jsonl", tmp_path / "answers.jsonl"
+        data.write_text("".join(json.dumps({"question": str(n), "answer": f"#### {n}"}) + "\n" for n in range(5)))
+        models = ("--model", pair_folder / "target", "--assistant", pair_folder / "draft", "--device", "cpu")
+        options = (
+            "--data",
+            data,
+            "--output",
+            output,
+            "--batch-size",
+            "2",
+            "--max-new-tokens",
+            "8",
+            "--methods",
+            "plain",
+            "sps",
+        )
+        printed = launch((*ACCELERATE, "-m"), "cactus_hf.cli", "eval", *models, *options)
+        assert [line.split()[:3] for line in printed.splitlines() if line.startswith(("plain", "sps"))] == [
+            ["plain", "-", "5"],
+            ["sps", "10", "5"],
+        ]
+        written = [len(path.read_text().splitlines()) - 1 for path in sorted(tmp_path.glob("answers.jsonl*"))]
+        assert written == [6, 4], "batches 0 and 2 of three, and batch 1"

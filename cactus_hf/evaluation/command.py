@@ -103,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    import torch
     from accelerate import PartialState
     from tqdm import tqdm
 
@@ -111,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
     from .running import batches, run, share
     from .tasks import load_task, questions
 
-    state = PartialState()
+    state = PartialState(cpu=not torch.cuda.is_available())
     task = load_task(args.task, args.data)
     pair = load(args)
     evaluation = _evaluation(args, pair)
