@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 import tiny
 from cactus_hf import TokenKind
-from cactus_hf.display import STYLES, Detokenizer, LineBreaker, Piece, TokenStreamer, ansi, legend, marked, to_pieces
+from cactus_hf.display import STYLES, Detokenizer, Piece, ansi, html, legend, marked, to_pieces
+from cactus_hf.token_streamer import LineBreaker, TokenStreamer
 
 
 BYTES = tiny.byte_tokenizer()
