@@ -31,8 +31,9 @@ HOSTS = {
 # The box brings its background along, so that no mistake about the theme makes its text unreadable.
 SHEET = """
 .cactus-hf {color-scheme: light dark; color: light-dark(#1f2328, #e6e6e6); background: light-dark(#ffffff, #15191f);
- border: 1px solid light-dark(#d0d7de, #3d444d); border-radius: 6px; padding: .8em 1em; line-height: 1.6}
-.cactus-hf .text {white-space: pre-wrap; overflow-wrap: anywhere; margin-bottom: .8em}
+ border: 1px solid light-dark(#d0d7de, #3d444d); border-radius: 6px; padding: .8em 1em; line-height: 1.6;
+ white-space: pre-wrap; overflow-wrap: anywhere}
+.cactus-hf .text {margin-bottom: .8em}
 .cactus-hf .prompt, .cactus-hf .note {color: light-dark(#59636e, #9aa4ae)}
 .cactus-hf .note {font-size: .9em}
 """.strip()
