@@ -46,7 +46,7 @@ def _entries(item: re.Match[str]) -> str:
 
 
 def _returned(section: re.Match[str]) -> str:
-    return f"{section[1]}**Returns:** {textwrap.dedent(section[2]).strip()}\n"
+    return f"{section[1]}**Returns:** {textwrap.dedent(section[2]).strip()}\n\n"
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
