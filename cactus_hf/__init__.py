@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .law import emitted_law
     from .outputs import SpeculativeOutput
     from .packed_linears import pack_linears, unpack_linears
+    from .showing import show
     from .trimming import trim_draft
     from .verification import Verification, verify
 
@@ -39,6 +40,7 @@ _HOMES = {
     "law": ("emitted_law",),
     "outputs": ("SpeculativeOutput",),
     "packed_linears": ("pack_linears", "unpack_linears"),
+    "showing": ("show",),
     "trimming": ("trim_draft",),
     "verification": ("Verification", "verify"),
 }
@@ -59,6 +61,7 @@ __all__ = [
     "enable",
     "gamma",
     "pack_linears",
+    "show",
     "track",
     "trim_draft",
     "unpack_linears",

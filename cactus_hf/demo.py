@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
@@ -79,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from .comparison import Comparison, Method
     from .generation import enable
     from .pairs import find_device
+    from .token_streamer import TokenStreamer
 
     if args.pack is None:
         args.pack = find_device(args.device).type == "cpu" and args.dtype in (None, "float32")
@@ -88,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
     plain, lossless, cactus = Method("plain", None), Method("lossless", 0.0), Method("cactus", args.delta)
     options: dict[str, Any] = {"speculation_kl": True}
     if not args.json:
-        markup = display.ansi if has_color(args) else display.marked
+        markup = display.ansi if display.has_color() and not args.no_color else display.marked
         models = report.describe(pair.name, pair.target, pair.draft)
         print(f"{models}\n\n{display.legend(markup)}\n\n> {args.prompt}\n")
-        options["streamer"] = display.TokenStreamer(pair.tokenizer, markup)
+        options["streamer"] = TokenStreamer(pair.tokenizer, markup)
     shown = comparison.generate(cactus, args.seed, **options)
     rows = comparison.rows((plain, lossless, cactus), args.seed, args.repeats, {cactus: shown})
     if args.json:
@@ -116,8 +115,3 @@ def generate_options(pair: Pair, args: argparse.Namespace) -> tuple[dict[str, An
     """Options of `generate()` for every method, and those only for methods with a draft."""
     options = {"max_new_tokens": args.max_new_tokens, "pad_token_id": pad_token_id(pair.tokenizer)}
     return options | sampling_options(args), {"num_assistant_tokens": args.num_assistant_tokens}
-
-
-def has_color(args: argparse.Namespace) -> bool:
-    is_refused = args.no_color or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return not is_refused and sys.stdout.isatty()

@@ -1,23 +1,22 @@
 """Shows how each token of an answer came about.
 
 Two halves do not know each other. `Detokenizer` and `to_pieces` turn ids into pieces of text, each of one kind; a
-markup, a function of a piece, turns it into what a terminal (`ansi`, `marked`) or another medium shows.
+markup, a function of a piece, turns it into what a terminal (`ansi`, `marked`) or a page (`html`) shows.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
+import os
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
 
 from .counters import TokenKind
 
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 
@@ -34,16 +33,19 @@ class Style(NamedTuple):
     label: str
     sgr: str  # parameters of the terminal's "select graphic rendition" sequence; empty for the default look
     marks: tuple[str, str]  # what encloses it where there is no colour
+    tag: str = "span"  # the element of a page; says the same as the colour where a page drops its styles
+    light: str = "inherit"  # colour on a light page
+    dark: str = "inherit"  # colour on a dark page
 
 
 # The four colours have a luminance near .18, so each stands out at about 4:1 from a white and from a black background.
 # Underline, bold and italics carry the same message to those who do not see the colours apart.
 STYLES = {
     TokenKind.FIRST: Style("first token", "", ("", "")),
-    TokenKind.ACCEPTED: Style("accepted", "38;5;28", ("", "")),
-    TokenKind.BOOSTED: Style("kept thanks to the bonus", "38;5;130;4", ("{", "}")),
-    TokenKind.REPLACED: Style("rejected and replaced", "38;5;160;1", ("[", "]")),
-    TokenKind.EXTRA: Style("extra", "38;5;27;3", ("<", ">")),
+    TokenKind.ACCEPTED: Style("accepted", "38;5;28", ("", ""), "span", "#1a7f37", "#4ac26b"),
+    TokenKind.BOOSTED: Style("kept thanks to the bonus", "38;5;130;4", ("{", "}"), "u", "#9a4a00", "#f0a04b"),
+    TokenKind.REPLACED: Style("rejected and replaced", "38;5;160;1", ("[", "]"), "b", "#c4202b", "#ff8a80"),
+    TokenKind.EXTRA: Style("extra", "38;5;27;3", ("<", ">"), "i", "#0860ca", "#79b8ff"),
 }
 Markup = Callable[[Piece], str]
 
@@ -81,6 +83,20 @@ def ansi(piece: Piece) -> str:
 def marked(piece: Piece) -> str:
     """Markup without colour: {bonus}, [replaced], <extra>; accepted text stands as it is."""
     return _enclose(_printable(piece.text), *_style(piece).marks)
+
+
+def html(piece: Piece) -> str:
+    """Markup for pages: an element with the class of its kind, its name as a tooltip, and the text escaped."""
+    style, text = _style(piece), escape(_printable(piece.text))
+    if style is STYLES[TokenKind.FIRST]:
+        return text
+    kind = TokenKind(piece.kind).name.lower()
+    return _enclose(text, f'<{style.tag} class="{kind}" title="{style.label}">', f"</{style.tag}>")
+
+
+def has_color() -> bool:
+    """Whether standard output is a terminal that may be sent colours (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def legend(markup: Markup) -> str:
@@ -139,80 +155,3 @@ def to_pieces(detokenizer: Detokenizer, tokens: Iterable[int], kinds: Iterable[i
         elif text:
             pieces.append(Piece(text, kind))
     return pieces
-
-
-class LineBreaker:
-    """
-    Breaks lines between words as text comes, where a terminal would break inside them.
-
-    Args:
-        width (`int`): Columns of the terminal.
-    """
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._column = 0
-
-    def push(self, text: str) -> str:
-        """`text`, with the space before a word that no longer fits turned into a line break."""
-        broken = ""
-        for spaces, word in re.findall(r"(\s*)(\S*)", text):
-            if spaces == " " and self._column + 1 + columns(word) > self._width >= columns(word):
-                spaces = "\n"
-            chunk = spaces + word
-            broken += chunk
-            _, line_break, line = chunk.rpartition("\n")
-            self._column = columns(line) + (0 if line_break else self._column)
-            if self._column > self._width:  # the terminal has broken inside the word
-                self._column %= self._width
-        return broken
-
-
-def columns(text: str) -> int:
-    """How wide a terminal shows `text`, which has no control characters but tabs and line breaks."""
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text.expandtabs())
-
-
-class TokenStreamer:
-    """
-    A streamer for `generate(streamer=...)`: writes the answer while it is made, each token in the look of its kind.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
-        markup (`Callable[[Piece], str]`, *optional*, defaults to `ansi`): How a piece of text is shown.
-        file (`TextIO`, *optional*): Where to write; standard output by default. Where that is a terminal, lines are
-            broken between words.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, markup: Markup = ansi, file: TextIO | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._markup = markup
-        self._file = file if file is not None else sys.stdout
-        self._detokenizer: Detokenizer | None = None  # until the prompt is here
-        is_terminal = self._file.isatty()
-        self._lines = LineBreaker(shutil.get_terminal_size().columns) if is_terminal else None
-
-    def put(self, tokens: Tensor) -> None:
-        """Takes the prompt, which is not written, and later tokens whose kind is not known."""
-        ids = tokens.reshape(-1).tolist()
-        if self._detokenizer is None:
-            self._detokenizer = Detokenizer(self._tokenizer, context=ids)
-        else:
-            self._write(ids, [int(TokenKind.FIRST)] * len(ids))
-
-    def put_block(self, tokens: Tensor, kinds: Tensor) -> None:
-        """Takes a committed block: `tokens` int64 [n] and their `kinds` [n]."""
-        self._write(tokens.tolist(), kinds.tolist())
-
-    def end(self) -> None:
-        """Ends the line. Bytes that never became a character are dropped."""
-        self._detokenizer = None
-        print(file=self._file, flush=True)
-
-    def _write(self, tokens: list[int], kinds: list[int]) -> None:
-        if self._detokenizer is None:
-            self._detokenizer = Detokenizer(self._tokenizer)
-        pieces = to_pieces(self._detokenizer, tokens, kinds)
-        if self._lines is not None:
-            pieces = [Piece(self._lines.push(text), kind) for text, kind in pieces]
-        print("".join(self._markup(piece) for piece in pieces), end="", file=self._file, flush=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterable
+from html import unescape
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 import tiny
 from cactus_hf import TokenKind
-from cactus_hf.display import STYLES, Detokenizer, LineBreaker, Piece, TokenStreamer, ansi, legend, marked, to_pieces
+from cactus_hf.display import STYLES, Detokenizer, Piece, _printable, ansi, html, legend, marked, to_pieces
+from cactus_hf.token_streamer import LineBreaker, TokenStreamer
 
 
 BYTES = tiny.byte_tokenizer()
@@ -88,7 +91,7 @@ def test_pieces_join_neighbours_of_one_kind() -> None:
     assert to_pieces(Detokenizer(BYTES), tokens, kinds) == [Piece("ab", 1), Piece("🌵c", 3)]
 
 
-@pytest.mark.parametrize("markup", [ansi, marked])
+@pytest.mark.parametrize("markup", [ansi, marked, html])
 def test_every_kind_looks_different(markup) -> None:
     shown = [markup(Piece("word", kind)) for kind in KINDS]
     plain = {TokenKind.FIRST, TokenKind.ACCEPTED} if markup is marked else {TokenKind.FIRST}
@@ -97,9 +100,13 @@ def test_every_kind_looks_different(markup) -> None:
 
 
 def luminance(colour: int) -> float:
-    """Relative luminance (WCAG 2) of an entry of the colour cube of xterm's palette."""
+    """Relative luminance of an entry of the colour cube of xterm's palette."""
     steps = [0, 95, 135, 175, 215, 255]
-    levels = [steps[(colour - 16) // divisor % 6] / 255 for divisor in (36, 6, 1)]
+    return relative_luminance(steps[(colour - 16) // divisor % 6] / 255 for divisor in (36, 6, 1))
+
+
+def relative_luminance(levels: Iterable[float]) -> float:
+    """As WCAG 2 defines it, of shares of red, green and blue."""
     linear = [level / 12.92 if level <= 0.04045 else ((level + 0.055) / 1.055) ** 2.4 for level in levels]
     return sum(weight * level for weight, level in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
@@ -111,9 +118,20 @@ def test_colours_read_on_white_and_on_black(kind: TokenKind) -> None:
     assert min(1.05 / (shade + 0.05), (shade + 0.05) / 0.05) > 3.5
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize(("page", "colour"), [("#ffffff", "light"), ("#15191f", "dark")])
+def test_colours_of_a_page_read_as_ordinary_text(kind: TokenKind, page: str, colour: str) -> None:
+    shades = [
+        relative_luminance(int(code[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        for code in (page, getattr(STYLES[kind], colour))
+    ]
+    assert (max(shades) + 0.05) / (min(shades) + 0.05) >= 4.5  # what WCAG asks of ordinary text
+
+
 def test_colour_is_not_the_only_difference() -> None:
-    without_colour = [re.sub(r"38;5;\d+;?", "", STYLES[kind].sgr) for kind in KINDS if kind != TokenKind.FIRST]
-    assert len(set(without_colour)) == len(without_colour)
+    marked_kinds = KINDS[1:]
+    assert len({re.sub(r"38;5;\d+;?", "", STYLES[kind].sgr) for kind in marked_kinds}) == len(marked_kinds)
+    assert len({STYLES[kind].tag for kind in marked_kinds}) == len(marked_kinds)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"])), st.sampled_from(KINDS))
@@ -121,12 +139,19 @@ def test_colours_leave_the_text_alone(text: str, kind: TokenKind) -> None:
     assert re.sub(r"\x1b\[[\d;]*m", "", ansi(Piece(text, kind))) == text
 
 
+@given(ANY_TEXT, st.sampled_from(KINDS))
+def test_a_page_shows_the_text_and_nothing_it_says(text: str, kind: TokenKind) -> None:
+    shown = unescape(re.sub(r"<[^>]*>", "", html(Piece(text, kind))))
+    assert shown == _printable(text)
+    assert "<" not in re.sub(r"<(u|b|i|span) class[^>]*>|</(u|b|i|span)>", "", html(Piece(text, kind)))
+
+
 def test_white_space_stays_outside() -> None:
     assert marked(Piece(" the sky\n", TokenKind.REPLACED)) == " [the sky]\n"
     assert ansi(Piece(" \n ", TokenKind.BOOSTED)) == " \n "
 
 
-@pytest.mark.parametrize("markup", [ansi, marked])
+@pytest.mark.parametrize("markup", [ansi, marked, html])
 def test_legend_shows_each_kind_in_its_look(markup) -> None:
     for kind in KINDS[1:]:
         assert markup(Piece(STYLES[kind].label, kind)) in legend(markup)
