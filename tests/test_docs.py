@@ -33,6 +33,8 @@ NOT_RUN = {
     ("README.md", ".venv/bin/cactus-hf demo"): "installs into a fresh environment; tests/test_demo.py runs the demo",
     ("README.md", ".venv/bin/python -m pytest"): "runs all tests; .ci/run takes the command from here",
     ("CONTRIBUTING.md", ".venv/bin/ruff check"): "runs all tests; .ci/run has the same steps",
+    ("docs/evaluation.md", "pip install"): "installs; .ci/run has lm-eval too",
+    ("docs/evaluation.md", "accelerate launch"): "several processes; tests/test_ranks.py has the command",
     ("docs/guide.md", "pip install"): "installs; tests/test_demo.py runs the demo",
     ("docs/integrations.md", "curl localhost"): "asks a server; tests/test_serving.py sends what it sends",
     ("docs/multiple_processes.md", "torchrun"): "several processes; tests/test_ranks.py runs the file",
