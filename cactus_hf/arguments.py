@@ -114,6 +114,16 @@ def prepared(args: argparse.Namespace, pair: Pair) -> Pair:
     return Pair(name, target, draft, tokenizer)
 
 
+def check_room(target: PreTrainedModel, num_tokens: int, remedy: str) -> None:
+    """
+    Raises:
+        ValueError: if the longest text, prompt and all, has more tokens than the target can hold.
+    """
+    most = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and num_tokens > most:
+        raise ValueError(f"The longest text comes to {num_tokens} tokens, and the target holds {most}: {remedy}.")
+
+
 def add_sampling(add: Callable[..., Any]) -> None:
     """Adds, by `add`, a group's `add_argument`, the options that say how to sample."""
     default = "(default: %(default)s)"

@@ -9,7 +9,7 @@ import json
 import statistics
 from typing import TYPE_CHECKING
 
-from .arguments import number
+from .arguments import check_room, number
 from .measuring import timed
 
 
@@ -56,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
         model, _ = load_target(device="cpu", dtype=dtype)
     else:
         model = pairs.from_pretrained(AutoModelForCausalLM, args.model, dtype=dtype).eval()
-    models = {"ordinary": model, "packed": pack_linears(copy.deepcopy(model))}
     widths = args.widths or [width(text) for text in WIDTHS.split()]
+    check_room(model, args.cached + max(num_new for _, num_new in widths), "give fewer --cached or smaller --widths")
+    models = {"ordinary": model, "packed": pack_linears(copy.deepcopy(model))}
     times = measure(models, widths, args.cached, args.repeats)
     described = {
         "model": args.model or "embedded",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,8 @@ class RoundCosts:
         if not isinstance(value, Mapping) or not value:
             raise _error(value, "no dictionary with an entry for each batch size")
         curves = {_batch_size(key): _curves(key, entry) for key, entry in value.items()}
+        if len(curves) < len(value):
+            raise _error(value, "a batch size given twice")
         sizes = tuple(sorted(curves))
         if len({len(curves[size][0]) for size in sizes}) > 1:
             raise _error(value, "lists of different lengths for different batch sizes")
@@ -94,7 +97,12 @@ def _curves(key: Any, entry: Any) -> tuple[Curve, Curve]:
 
 
 def _is_seconds(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return 0 < float(value) < math.inf
+    except OverflowError:  # a Python integer may be larger than any float
+        return False
 
 
 def _error(value: Any, problem: str) -> ValueError:

@@ -8,7 +8,17 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import add_models, add_sampling, check_models, encode, load, number, pad_token_id, sampling_options
+from .arguments import (
+    add_models,
+    add_sampling,
+    check_models,
+    check_room,
+    encode,
+    load,
+    number,
+    pad_token_id,
+    sampling_options,
+)
 
 
 if TYPE_CHECKING:
@@ -95,6 +105,10 @@ def run(args: argparse.Namespace) -> int:
     }
     options |= sampling_options(args)
     ids = [encode(pair.tokenizer, prompt) for prompt in prompts[: args.num_prompts]]
+    used = ids[: args.num_prompts or max(2, *args.batch_sizes)]
+    check_room(
+        pair.target, max(map(len, used)) + args.max_new_tokens, "give fewer --max-new-tokens or shorter prompts"
+    )
     found = []
     with tqdm(desc="Tuning", unit="call", leave=False, disable=None) as bar:
 

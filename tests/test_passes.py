@@ -42,6 +42,11 @@ def test_a_folder_that_is_not_there(capsys):
     assert "There is no folder ./nowhere" in capsys.readouterr().err
 
 
+def test_more_tokens_than_the_model_holds(folder, capsys):
+    assert main(["passes", "--model", folder, "--cached", "100000"]) == 2
+    assert "and the target holds" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ("8", "0x1", "1xa", "1x2x3"))
 def test_a_width_that_is_none(text, capsys):
     with pytest.raises(SystemExit):

@@ -29,6 +29,12 @@ def test_rounds_at_any_batch_size(batch_size, expected):
     assert RoundCosts.from_dict(COSTS).seconds(batch_size) == pytest.approx(expected)
 
 
+def test_numbers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    curve = {"draft": [numpy.float32(0.5)], "verify": [numpy.float64(1.0), 1]}
+    assert RoundCosts.from_dict({numpy.int64(1): curve}).to_dict() == {"1": {"draft": [0.5], "verify": [1.0, 1.0]}}
+
+
 def test_below_the_smallest_batch_size():
     assert RoundCosts.from_dict({"5": COSTS["5"]}).seconds(1) == pytest.approx([3.0, 3.8, 4.4])
 
@@ -51,6 +57,8 @@ GOOD = {"draft": [0.1], "verify": [1.0, 1.0]}
         ({"1": GOOD | {"draft": [0.0]}}, "positive"),
         ({"1": GOOD | {"draft": [float("nan")]}}, "positive"),
         ({"1": GOOD | {"draft": "1"}}, "positive"),
+        ({"1": GOOD | {"draft": [10**400]}}, "positive"),
+        ({"1": GOOD, 1: GOOD}, "a batch size given twice"),
         ({"1": GOOD, "2": COSTS["1"]}, "different lengths"),
     ),
 )

@@ -149,3 +149,8 @@ def test_infinite_delta_is_still_json(folders, capsys):
     assert run(folders, "--json", "--deltas", "inf") == 0
     found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert found["settings"]["deltas"] == ["inf"] and found["batch_sizes"][0]["best"]["delta"] == "inf"
+
+
+def test_more_tokens_than_the_target_holds(folders, capsys):
+    assert run(folders, "--max-new-tokens", "100000") == 2
+    assert "and the target holds" in capsys.readouterr().err

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..arguments import Pair, Prompt, encode, load, pad_token_id, prepared, sampling_options
+from ..arguments import Pair, Prompt, check_room, encode, load, pad_token_id, prepared, sampling_options
 from . import options
 from .options import add_arguments, chosen_kinds
 
@@ -118,12 +117,7 @@ def _cells(args: argparse.Namespace, models: Models) -> list[Cell]:
     for context in args.contexts or [None]:
         ids = models.prompts if context is None else stretch(models.prompts, context)
         longest = max(map(len, ids)) + args.max_new_tokens
-        most = getattr(models.target.config.get_text_config(), "max_position_embeddings", math.inf)
-        if longest > most:
-            raise ValueError(
-                f"A prompt and its new tokens come to {longest} tokens, and the target holds {most}: give fewer "
-                "--max-new-tokens, or shorter prompts or --contexts."
-            )
+        check_room(models.target, longest, "give fewer --max-new-tokens, or shorter prompts or --contexts")
         for size in args.batch_sizes:
             cells.append(Cell(size, context, batches(ids, size, models.pad_token_id, models.target.device)))
     return cells

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import Pair, add_models, check_models, load, number, pad_token_id
+from ..arguments import Pair, add_models, check_models, check_room, load, number, pad_token_id
 from .methods import PLAIN, Method, method_name, syntax
 
 
@@ -163,12 +163,7 @@ def _evaluation(args: argparse.Namespace, pair: Pair) -> Evaluation:
 def _check_lengths(args: argparse.Namespace, pair: Pair, asked: list[Question]) -> None:
     tokenizer: Any = pair.tokenizer
     longest = max(len(tokenizer(each.prompt, add_special_tokens=False)["input_ids"]) for each in asked)
-    most = getattr(pair.target.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and longest + args.max_new_tokens > most:
-        raise ValueError(
-            f"The longest question has {longest} tokens, and with --max-new-tokens {args.max_new_tokens} that is more "
-            f"than the {most} that the target holds: give at most --max-new-tokens {most - longest}."
-        )
+    check_room(pair.target, longest + args.max_new_tokens, "give fewer --max-new-tokens")
 
 
 def _settings(args: argparse.Namespace, pair: Pair, asked: list[Question]) -> dict[str, Any]:
