@@ -150,8 +150,8 @@ def draft_every_token(target_probs: Tensor, draft_probs: Tensor, needs: frozense
 
 def _cactus_law(target_probs: Tensor, draft_probs: Tensor, raised_probs: Tensor) -> Tensor:
     ratio, order = law_ratio(target_probs, draft_probs).sort(-1)
-    rows = (probs.gather(-1, order) for probs in (target_probs, draft_probs, raised_probs))
-    law = sorted_cactus_law(*rows, ratio)
+    target, draft, raised = (probs.gather(-1, order) for probs in (target_probs, draft_probs, raised_probs))
+    law = sorted_cactus_law(target, draft, raised, ratio)
     return torch.empty_like(law).scatter_(-1, order, law)
 
 

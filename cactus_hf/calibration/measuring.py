@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -153,9 +153,7 @@ def finished(values: Values, is_drafted: Tensor, longest: int, max_new_tokens: i
     return Finished(round_sums(values, is_drafted, longest, max_new_tokens), torch.stack([count, *sums], -1))
 
 
-def _checked(
-    deltas: Sequence[float], rules: Sequence[AcceptanceRule]
-) -> tuple[list[float], list[AcceptanceRule]]:
+def _checked(deltas: Sequence[float], rules: Sequence[AcceptanceRule]) -> tuple[list[float], list[AcceptanceRule]]:
     if not deltas:
         raise ValueError("`deltas` is empty: give at least one.")
     for delta in deltas:
@@ -177,11 +175,11 @@ def _ids(prompts: Sequence[Prompt | Sequence[int]], tokenizer: Any) -> list[list
     found = []
     for prompt in prompts:
         if not isinstance(prompt, str) and prompt and all(map(is_integer, prompt)):
-            found.append([int(token) for token in prompt])  # type: ignore[call-overload]
+            found.append(list(map(int, cast(Sequence[int], prompt))))
         elif tokenizer is None:
             raise ValueError("`prompts` hold text: pass `tokenizer=` as well, or give lists of token ids.")
         else:
-            found.append(encode(tokenizer, prompt))  # type: ignore[arg-type]
+            found.append(encode(tokenizer, cast(Prompt, prompt)))
     return found
 
 

@@ -94,19 +94,19 @@ class Calibration:
 
     @cached_property
     def _resamples(self) -> Tensor:
-        """[RESAMPLES, P]: how often each prompt is drawn, of as many draws as there are prompts."""
-        generator = torch.Generator().manual_seed(self.header["seed"])
-        drawn = torch.randint(self.num_prompts, (RESAMPLES, self.num_prompts), generator=generator)
-        return torch.zeros(RESAMPLES, self.num_prompts, dtype=torch.float64).scatter_add_(
-            1, drawn, torch.ones_like(drawn, dtype=torch.float64)
-        )
+        return resamples(self.num_prompts, self.header["seed"])
 
     def table(self, num_assistant_tokens: int | None = None) -> list[Line]:
         """A line for each delta and rule, and for points of the limit, at a draft length (default: the header's)."""
         m = self._length(num_assistant_tokens)
         return [
-            Line(**setting, **self._estimates(self.rounds[:, index, m - 1]))
-            for index, setting in enumerate(self.header["settings"])
+            Line(
+                setting["label"],
+                setting["kind"],
+                setting["delta"],
+                *self._estimates(self.rounds[:, i, m - 1]).values(),
+            )
+            for i, setting in enumerate(self.header["settings"])
         ]
 
     def kl(self, delta: float, num_assistant_tokens: int | None = None) -> Estimate:
@@ -145,13 +145,12 @@ class Calibration:
                 f"{self.deltas[-1]:g}, and delta {self.deltas[-1]:g} is the largest that was tried."
             )
         delta = self._crossing(whole, wanted)
-        resampled = sorted(self._crossing(each, wanted) for each in torch.einsum("rp,pdk->rdk", self._resamples, curves))
-        low, high = (resampled[int(share * (len(resampled) - 1))] for share in (0.025, 0.975))
+        resampled = torch.einsum("rp,pdk->rdk", self._resamples, curves)
+        found = sorted(self._crossing(each, wanted) for each in resampled)
+        low, high = (found[int(share * (len(found) - 1))] for share in (0.025, 0.975))
         return self._answer(delta, (low, high), m)
 
-    def best(
-        self, costs: RoundCosts | dict[str, Any], *, kl: float | None = None, batch_size: int = 1
-    ) -> Answer:
+    def best(self, costs: RoundCosts | dict[str, Any], *, kl: float | None = None, batch_size: int = 1) -> Answer:
         """
         The delta and draft length with the most tokens a second.
 
@@ -242,15 +241,9 @@ class Calibration:
     def _estimates(self, sums: Tensor) -> dict[str, Estimate]:
         """Of sums [P, 6]."""
         return {
-            name: self._estimate(sums[:, [FIELDS.index(part) for part in parts]]) for name, parts in RATIOS.items()
+            name: ratio_estimate(sums[:, [FIELDS.index(part) for part in parts]], self._resamples)
+            for name, parts in RATIOS.items()
         }
-
-    def _estimate(self, parts: Tensor) -> Estimate:
-        """The ratio of two sums [P, 2] over prompts."""
-        above, below = parts.sum(0).tolist()
-        resampled = self._resamples @ parts
-        ratios = resampled[:, 0] / resampled[:, 1]
-        return Estimate(above / below if below else math.nan, float(ratios.std()))
 
     def _curves(self, name: str, m: int) -> Tensor:
         """[P, D, 2]: numerator and denominator at each delta."""
@@ -283,7 +276,20 @@ class Calibration:
 
     def _answer(self, delta: float, interval: tuple[float, float], m: int) -> Answer:
         found = self._at(delta, m)
-        names: tuple[str, ...] = ("emitted_kl", "position_acceptance", "accepted_length")
-        return Answer(delta, interval, m, *(found[name] for name in names))
+        figures = found["emitted_kl"], found["position_acceptance"], found["accepted_length"]
+        return Answer(delta, interval, m, *figures)
 
 
+def resamples(num_prompts: int, seed: int) -> Tensor:
+    """[RESAMPLES, P] float64: how often each of P prompts is among P draws of them."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(num_prompts, (RESAMPLES, num_prompts), generator=generator)
+    counts = torch.zeros(RESAMPLES, num_prompts, dtype=torch.float64)
+    return counts.scatter_add_(1, drawn, torch.ones_like(counts))
+
+
+def ratio_estimate(parts: Tensor, drawn: Tensor) -> Estimate:
+    """The ratio of two sums over prompts, `parts` [P, 2], with its spread over the resamples `drawn`."""
+    above, below = parts.sum(0).tolist()
+    resampled = drawn @ parts  # where a sum is infinite, the error comes out as NaN
+    return Estimate(above / below if below else math.nan, float((resampled[:, 0] / resampled[:, 1]).std()))

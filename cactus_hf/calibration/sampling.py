@@ -21,6 +21,23 @@ from ..sources import text_inputs
 from ..wrappers import unwrapped
 
 
+# Options of `generate()` that are set here
+OWN_OPTIONS = (
+    "assistant_model",
+    "cactus_delta",
+    "acceptance_rule",
+    "generator",
+    "inputs",
+    "input_ids",
+    "attention_mask",
+    "return_dict_in_generate",
+    "custom_generate",
+    "num_return_sequences",
+    "num_beams",
+    "max_length",
+)
+
+
 class Text(NamedTuple):
     """A continuation, and the logits behind each of its prefixes after logits processors."""
 
@@ -96,7 +113,7 @@ class Texts:
         ids = text[:, :-1].to(host.device)
         if host is self.hosts[1]:
             ids = SharedText((self.hosts[0].vocab_size, host.vocab_size), host.device).read_drafts(ids)
-        inputs = text_inputs(host, padding, ids)
+        inputs: dict[str, Any] = dict(text_inputs(host, padding, ids))
         if host.takes("logits_to_keep"):
             inputs["logits_to_keep"] = num_last
         return host.model(input_ids=ids, **inputs, use_cache=False).logits[:, -num_last:]
@@ -140,9 +157,7 @@ def check_pair(target: Any, draft: Any, longest: int) -> None:
 
 def checked_options(options: dict[str, Any], target: Any) -> dict[str, Any]:
     """Options of `generate()` with sampling on. Raises `ValueError` for those that have another meaning here."""
-    fixed = ("assistant_model", "cactus_delta", "acceptance_rule", "generator", "inputs", "input_ids", "attention_mask")
-    fixed += ("return_dict_in_generate", "custom_generate", "num_return_sequences", "num_beams", "max_length")
-    given = [f"`{name}`" for name in fixed if options.get(name) is not None]
+    given = [f"`{name}`" for name in OWN_OPTIONS if options.get(name) is not None]
     if given:
         raise ValueError(f"`calibrate` sets {', '.join(given)} itself: leave it out.")
     if options.get("do_sample") is False:
