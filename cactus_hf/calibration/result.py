@@ -99,15 +99,11 @@ class Calibration:
     def table(self, num_assistant_tokens: int | None = None) -> list[Line]:
         """A line for each delta and rule, and for points of the limit, at a draft length (default: the header's)."""
         m = self._length(num_assistant_tokens)
-        return [
-            Line(
-                setting["label"],
-                setting["kind"],
-                setting["delta"],
-                *self._estimates(self.rounds[:, i, m - 1]).values(),
-            )
-            for i, setting in enumerate(self.header["settings"])
-        ]
+        lines = []
+        for index, setting in enumerate(self.header["settings"]):
+            figures = self._estimates(self.rounds[:, index, m - 1]).values()
+            lines.append(Line(setting["label"], setting["kind"], setting["delta"], *figures))
+        return lines
 
     def kl(self, delta: float, num_assistant_tokens: int | None = None) -> Estimate:
         """Mean emitted KL in nats a verified position."""

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "Expected of runs with {m} drafts a round on other prompts of the same kind, with standard errors from {p} "
-    "resampled prompts. acceptance: kept share of the drafts checked. AL: drafts kept a round. KL, TV: nats and total variation "
-    "a checked draft, of the law emitted from the target's. ball: nats, of the law aimed at once the draft is known."
-    " limit: no rule has less KL at its acceptance."
+    "resampled prompts. acceptance: kept share of the drafts checked. AL: drafts kept a round. KL, TV: nats and total "
+    "variation a checked draft, of the law emitted from the target's. ball: nats, of the law aimed at once the draft "
+    "is known. limit: no rule has less KL at its acceptance."
 )
 HEADINGS = ("", "acceptance", "+-", "AL", "+-", "KL", "+-", "TV", "ball")
 
