@@ -52,7 +52,7 @@ def emitted_law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule)
     ```
     """
     check_laws(target_probs, draft_probs, rule)
-    return _law(target_probs.double(), draft_probs.double(), move_rule(rule, target_probs.device))
+    return emission(target_probs.double(), draft_probs.double(), move_rule(rule, target_probs.device))[0]
 
 
 def emitted_divergence(
@@ -91,7 +91,7 @@ def emitted_divergence(
             draft_probs = torch.zeros_like(target_probs).scatter(-1, token, 1.0)
         else:
             raise ValueError("`draft_logits` is None, so `draft_tokens` are needed: pass the ids that were drafted.")
-        law = _law(target_probs, draft_probs, rule)
+        law, _ = emission(target_probs, draft_probs, rule)
         kl[:, position] = (torch.xlogy(law, law) - torch.xlogy(law, target_probs)).sum(-1).clamp(min=0)
         tv[:, position] = (law - target_probs).abs().sum(-1) / 2
     return kl, tv
@@ -116,28 +116,25 @@ def has_closed_form(rule: AcceptanceRule) -> bool:
     return isinstance(rule, Cactus) or rule.shares_residual
 
 
-def _law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> Tensor:
-    return law_of_drafted(target_probs, draft_probs, rule, draft_every_token(target_probs, draft_probs, rule.needs))
-
-
-def law_of_drafted(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule, drafted: Drafted) -> Tensor:
-    """The law emitted, for rows that come with what `draft_every_token` makes of them."""
+def emission(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> tuple[Tensor, Tensor]:
+    """The law emitted [..., V], float64, and the part of it that are kept drafts."""
+    drafted = _draft_every_token(target_probs, draft_probs, rule.needs)
     if isinstance(rule, Cactus):
-        return _cactus_law(target_probs, draft_probs, rule.raised_prob(drafted))
+        raised = rule.raised_prob(drafted)
+        return _cactus_law(target_probs, draft_probs, raised), torch.minimum(draft_probs, raised)
     if not has_closed_form(rule):
         raise ValueError(
             f"There is no closed form for {type(rule).__name__}, as its residual may depend on the rejected token. "
             "If it does not, set the class attribute `shares_residual = True`."
         )
-    accept = rule.accept(drafted)
+    kept = draft_probs * rule.accept(drafted)
     residual = rule.residual(target_probs, draft_probs, drafted)
     total = residual.sum(-1, keepdim=True)
     replacement = torch.where(total > 0, residual / total, target_probs)
-    rejected = (draft_probs * (1 - accept)).sum(-1, keepdim=True)
-    return draft_probs * accept + rejected * replacement
+    return kept + (draft_probs - kept).sum(-1, keepdim=True) * replacement, kept
 
 
-def draft_every_token(target_probs: Tensor, draft_probs: Tensor, needs: frozenset[str]) -> Drafted:
+def _draft_every_token(target_probs: Tensor, draft_probs: Tensor, needs: frozenset[str]) -> Drafted:
     """What the rule would know of each token of the vocabulary, had that one been drafted."""
     entropy = rank = None
     if "entropy" in needs:

@@ -157,7 +157,7 @@ def verify_block(
     next_token = draw(weights, uniforms[:, num_drafted])
 
     is_lossless = tests * draft_prob < target_prob  # u < q/p
-    ball_kl = binary_kl(drafted)
+    ball_kl = _binary_kl(drafted)
     return Verification(
         num_accepted=num_accepted,
         next_token=next_token,
@@ -238,7 +238,7 @@ def _entropy_and_rank(needs: frozenset[str], logits: Tensor, tokens: Tensor) -> 
     return entropy, rank
 
 
-def binary_kl(drafted: Drafted) -> Tensor:
+def _binary_kl(drafted: Drafted) -> Tensor:
     """KL(h || q) in nats: that of (gamma, 1 - gamma) from (q_n, 1 - q_n), as the others keep their proportions."""
     target_prob, raised_prob = drafted.target_prob, drafted.raised_prob
     if raised_prob is None or raised_prob is target_prob:

@@ -117,7 +117,11 @@ def test_a_killed_run_goes_on(whole, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    (({"seed": 1}, "another `seed`"), ({"temperature": 0.5}, "another `options`"), ({"prompts": [[4]]}, "num_prompts")),
+    (
+        ({"seed": 1}, "another `seed`"),
+        ({"temperature": 0.5}, "another `options`"),
+        ({"prompts": [[4]]}, "num_prompts"),
+    ),
 )
 def test_a_file_of_another_calibration_is_refused(whole, tmp_path, change, words):
     whole.to_json(tmp_path / "c.jsonl")

@@ -235,7 +235,9 @@ def test_errors_come_from_resampled_prompts(calibration):
     again = Calibration(calibration.header, calibration.rounds, calibration.positions)
     assert again.table() == calibration.table()
     other = Calibration(calibration.header | {"seed": 4}, calibration.rounds, calibration.positions)
-    assert other.table() != calibration.table() and other.delta_for(kl=0.1).delta == calibration.delta_for(kl=0.1).delta
+    assert (
+        other.table() != calibration.table() and other.delta_for(kl=0.1).delta == calibration.delta_for(kl=0.1).delta
+    )
     kl, verified = (calibration.rounds[:, 2, 3, FIELDS.index(name)] for name in ("kl", "verified"))
     # The linearised standard error of a ratio; 1000 resamples of 12 prompts come within a tenth or so
     ratio = kl.sum() / verified.sum()

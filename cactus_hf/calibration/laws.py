@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..acceptance import AcceptanceRule, Cactus, Drafted
-from ..law import draft_every_token, law_of_drafted, law_ratio, sorted_cactus_law
+from ..law import emission, law_ratio, sorted_cactus_law
 from ..probabilities import widened
-from ..verification import binary_kl
 
 
 AT_ONCE = 2**19  # numbers of float64 rows: a dozen such tensors stay under 60 MB
@@ -86,21 +85,27 @@ def _rows(target_logits: Tensor, draft_logits: Tensor, place: Tensor) -> Rows:
 
 
 def _evaluated(rows: Rows, rules: Sequence[AcceptanceRule], slopes: Sequence[float]) -> Values:
-    drafted = draft_every_token(rows.target, rows.draft, frozenset().union(*(rule.needs for rule in rules)))
-    columns = [_of_rule(rows, rule, drafted) for rule in rules]
+    columns = [_of_rule(rows, rule) for rule in rules]
     columns += [_of_law(rows, law, torch.minimum(rows.draft, law)) for law in limit_laws(rows, slopes)]
     return Values(*(torch.stack(field, -1) for field in zip(*columns, strict=True)))
 
 
-def _of_rule(rows: Rows, rule: AcceptanceRule, drafted: Drafted) -> Values:
+def _of_rule(rows: Rows, rule: AcceptanceRule) -> Values:
     """[N] each."""
     if not isinstance(rule, Cactus):
-        law = law_of_drafted(rows.target, rows.draft, rule, drafted)
-        return _of_law(rows, law, rows.draft * rule.accept(drafted))
-    raised = rule.raised_prob(drafted)
+        return _of_law(rows, *emission(rows.target, rows.draft, rule))
+    raised = rule.raised_prob(Drafted(rows.target, rows.draft))
     law = sorted_cactus_law(rows.target, rows.draft, raised, rows.ratio)
-    ball_kl = (rows.draft * binary_kl(drafted._replace(raised_prob=raised))).sum(-1)
+    ball_kl = (rows.draft * _kl_of_raised(raised, rows.target)).sum(-1)
     return _of_law(rows, law, torch.minimum(rows.draft, raised))._replace(ball_kl=ball_kl)
+
+
+def _kl_of_raised(raised: Tensor, target: Tensor) -> Tensor:
+    """KL(h || q) in nats of the law aimed at, that of (gamma, 1 - gamma) from (q_n, 1 - q_n)."""
+    tiny = torch.finfo(target.dtype).tiny  # where q_n is 0 or 1, gamma is too, and the terms are 0
+    risen = torch.xlogy(raised, raised / target.clamp(min=tiny))
+    fallen = torch.xlogy(1 - raised, (1 - raised) / (1 - target).clamp(min=tiny))
+    return (risen + fallen).clamp(min=0)
 
 
 def _of_law(rows: Rows, law: Tensor, kept: Tensor) -> Values:

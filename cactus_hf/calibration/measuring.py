@@ -28,7 +28,7 @@ SLOPES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)  # of the limit
 RULES: tuple[AcceptanceRule, ...] = (
     TypicalAcceptance(),
     TypicalAcceptance(recovery="sample"),
-    *map(TopK, (1, 2, 3, 5)),
+    *map(TopK, (1, 3, 5)),
     *map(Mixture, (0.9, 0.7, 0.5, 0.3, 0.1)),
 )
 
