@@ -1,4 +1,4 @@
-"""`calibrate` and `cactus-hf calibrate` on tiny pairs: what is read of texts, resuming, and predictions that come true."""
+"""`calibrate` and `cactus-hf calibrate` on tiny pairs: laws along texts, resuming, predictions held to runs."""
 
 from __future__ import annotations
 
