@@ -144,7 +144,7 @@ def test_prediction_comes_true():
     with enabled(pair[0]) as target:
         texts = Texts(target, pair[1], OPTIONS | {"do_sample": True, "max_new_tokens": 12, "temperature": 1.0})
         for delta in (0.0, 0.2, 1.0):
-            answer = found._answer(delta, (delta, delta), 3)
+            answer = found.at(delta)
             reported = check(texts, prompts, answer, 256, seed=7)
             for name in ("emitted_kl", "position_acceptance", "accepted_length"):
                 expected, got = getattr(answer, name).value, getattr(reported, name).value

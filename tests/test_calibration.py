@@ -218,6 +218,7 @@ def calibration() -> Calibration:
 
 def test_answers_invert_the_curves(calibration):
     for m in (1, 4, 8):
+        assert calibration.delta_for(kl=0.0, num_assistant_tokens=m).delta == 0
         for kl in (0.01, 0.1, 0.2):
             answer = calibration.delta_for(kl=kl, num_assistant_tokens=m)
             assert answer.emitted_kl.value == pytest.approx(kl)

@@ -53,7 +53,7 @@ class Record:
             self.path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
 
     def add(self, finished: dict[int, Finished]) -> None:
-        """Those of the prompts that are new, all or none of which a reader will find."""
+        """Keep those of the prompts that are new."""
         new = {number: each for number, each in finished.items() if number not in self.finished}
         self.finished |= new
         if self.path is not None:

@@ -23,12 +23,18 @@ BISECTIONS = 60
 
 
 class Rows(NamedTuple):
-    """Both laws at N positions over the K tokens that count, in ascending order of draft over target."""
+    """Both laws at N positions over the K tokens that count."""
 
     target: Tensor  # [N, K] float64
     draft: Tensor  # [N, K] float64
     ratio: Tensor  # [N, K], draft over target
     place: Tensor  # [N, 1], where the token of the text stands
+
+    def ascending(self) -> Rows:
+        """The same in ascending order of the ratio."""
+        ratio, order = self.ratio.sort(-1)
+        place = (order == self.place).to(torch.uint8).argmax(-1, keepdim=True)
+        return Rows(self.target.gather(-1, order), self.draft.gather(-1, order), ratio, place)
 
 
 class Values(NamedTuple):
@@ -72,28 +78,30 @@ def _cut(target_logits: Tensor, draft_logits: Tensor, place: Tensor) -> tuple[Te
     if num_tokens > counts.shape[1] // 2:
         return target_logits, draft_logits, place
     # A row with fewer is filled up with tokens of logit -inf, which change nothing
-    ids = counts.to(torch.uint8).topk(num_tokens, sorted=False).indices
+    ids = counts.to(torch.uint8).topk(num_tokens, sorted=False).indices.sort(-1).values
     place = (ids == place).to(torch.uint8).argmax(-1, keepdim=True)
     return target_logits.gather(-1, ids), draft_logits.gather(-1, ids), place
 
 
 def _rows(target_logits: Tensor, draft_logits: Tensor, place: Tensor) -> Rows:
     target, draft = (widened(each).softmax(-1, dtype=torch.float64) for each in (target_logits, draft_logits))
-    ratio, order = law_ratio(target, draft).sort(-1)
-    place = (order == place).to(torch.uint8).argmax(-1, keepdim=True)
-    return Rows(target.gather(-1, order), draft.gather(-1, order), ratio, place)
+    return Rows(target, draft, law_ratio(target, draft), place)
 
 
 def _evaluated(rows: Rows, rules: Sequence[AcceptanceRule], slopes: Sequence[float]) -> Values:
-    columns = [_of_rule(rows, rule) for rule in rules]
-    columns += [_of_law(rows, law, torch.minimum(rows.draft, law)) for law in limit_laws(rows, slopes)]
+    ascending = rows.ascending()
+    columns = [_of_cactus(ascending, each) if isinstance(each, Cactus) else _of_rule(rows, each) for each in rules]
+    columns += [_of_law(ascending, law, torch.minimum(ascending.draft, law)) for law in limit_laws(ascending, slopes)]
     return Values(*(torch.stack(field, -1) for field in zip(*columns, strict=True)))
 
 
 def _of_rule(rows: Rows, rule: AcceptanceRule) -> Values:
     """[N] each."""
-    if not isinstance(rule, Cactus):
-        return _of_law(rows, *emission(rows.target, rows.draft, rule))
+    return _of_law(rows, *emission(rows.target, rows.draft, rule))
+
+
+def _of_cactus(rows: Rows, rule: AcceptanceRule) -> Values:
+    """The same for rows in ascending order, which are sorted once for all deltas."""
     raised = rule.raised_prob(Drafted(rows.target, rows.draft))
     law = sorted_cactus_law(rows.target, rows.draft, raised, rows.ratio)
     ball_kl = (rows.draft * _kl_of_raised(raised, rows.target)).sum(-1)
@@ -119,7 +127,7 @@ def _of_law(rows: Rows, law: Tensor, kept: Tensor) -> Values:
 
 def limit_laws(rows: Rows, slopes: Sequence[float]) -> Iterator[Tensor]:
     """
-    The laws h, [N, K] each, that no rule beats: h minimises KL(h || q) - slope * sum_x min(p_x, h_x).
+    The laws h, [N, K] each, that no rule beats, for rows in ascending order: h minimises KL(h || q) - slope * sum_x min(p_x, h_x).
 
     It is clip(p, b q, b exp(slope) q) with the b that makes it sum to 1. So, over any positions, no laws with the same
     mean acceptance have a smaller mean KL. Slope 0 is the target's law, and an infinite one the draft's, as far as the

@@ -19,6 +19,7 @@ from .rounds import FIELDS
 
 POSITION_FIELDS = ("positions", "acceptance", "kl", "tv")  # sums over all positions of a text
 RESAMPLES = 1000
+ROUNDING = 1e-9  # nats; more than rounding leaves of a KL that is 0
 # Numerator and denominator of what a run reports as `.speculation.<name>`
 RATIOS = {
     "position_acceptance": ("accepted", "verified"),
@@ -117,6 +118,13 @@ class Calibration:
         """AL: kept drafts a round."""
         return self._at(delta, num_assistant_tokens)["accepted_length"]
 
+    def at(self, delta: float, num_assistant_tokens: int | None = None) -> Answer:
+        """What a run with a delta is expected to report."""
+        m = self._length(num_assistant_tokens)
+        found = self._at(delta, m)
+        figures = found["emitted_kl"], found["position_acceptance"], found["accepted_length"]
+        return Answer(delta, (delta, delta), m, *figures)
+
     def delta_for(
         self, *, kl: float | None = None, acceptance: float | None = None, num_assistant_tokens: int | None = None
     ) -> Answer:
@@ -134,7 +142,7 @@ class Calibration:
         curves = self._curves(name, m)
         whole = curves.sum(0)
         lowest, highest = (float(whole[i, 0] / whole[i, 1]) for i in (0, -1))
-        if not lowest <= wanted <= highest:
+        if not lowest - ROUNDING <= wanted <= highest:
             raise ValueError(
                 f"The {'KL' if acceptance is None else 'acceptance'} {wanted:g} is not reached: with {m} drafts a "
                 f"round it is {lowest:.4g} at delta {self.deltas[0]:g} and {highest:.4g} at delta "
@@ -144,7 +152,7 @@ class Calibration:
         resampled = torch.einsum("rp,pdk->rdk", self._resamples, curves)
         found = sorted(self._crossing(each, wanted) for each in resampled)
         low, high = (found[int(share * (len(found) - 1))] for share in (0.025, 0.975))
-        return self._answer(delta, (low, high), m)
+        return self.at(delta, m)._replace(interval=(low, high))
 
     def best(self, costs: RoundCosts | dict[str, Any], *, kl: float | None = None, batch_size: int = 1) -> Answer:
         """
@@ -169,7 +177,7 @@ class Calibration:
         for m in range(1, min(self.header["longest"], costs.longest) + 1):
             largest = self.deltas[-1]
             if kl is None or self.kl(largest, m).value <= kl:
-                answer = self._answer(largest, (largest, largest), m)
+                answer = self.at(largest, m)
             else:
                 answer = self.delta_for(kl=kl, num_assistant_tokens=m)
             speed = batch_size * (answer.accepted_length.value + 1) / seconds[m]
@@ -269,11 +277,6 @@ class Calibration:
             share = (place - low) / (high - low)
             sums = (1 - share) * self.rounds[:, above - 1, m - 1] + share * sums
         return self._estimates(sums)
-
-    def _answer(self, delta: float, interval: tuple[float, float], m: int) -> Answer:
-        found = self._at(delta, m)
-        figures = found["emitted_kl"], found["position_acceptance"], found["accepted_length"]
-        return Answer(delta, interval, m, *figures)
 
 
 def resamples(num_prompts: int, seed: int) -> Tensor:

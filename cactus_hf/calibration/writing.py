@@ -23,6 +23,7 @@ LEGEND = (
     "variation a checked draft, of the law emitted from the target's. ball: nats, of the law aimed at once the draft "
     "is known. limit: no rule has less KL at its acceptance."
 )
+POINTS = ("TypicalAcceptance", "TopK")  # kinds whose settings lie on no curve
 HEADINGS = ("", "acceptance", "+-", "AL", "+-", "KL", "+-", "TV", "ball")
 
 
@@ -87,7 +88,9 @@ def save_generation_config(
     config = GenerationConfig() if config is None else copy.deepcopy(config)
     known = {name: value for name, value in options.items() if hasattr(config, name) and name != "max_new_tokens"}
     config.update(**known)
-    config.num_assistant_tokens, config.num_assistant_tokens_schedule = max(1, answer.num_assistant_tokens), "constant"
+    config.num_assistant_tokens = max(1, answer.num_assistant_tokens)
+    # Where drafts do not pay, the schedule "auto" makes none at these costs
+    config.num_assistant_tokens_schedule = "constant" if answer.num_assistant_tokens else "auto"
     config.assistant_confidence_threshold = 0.0
     config.cactus_delta = answer.delta
     if costs is not None:
@@ -120,8 +123,8 @@ def plot(path: str | os.PathLike, calibration: Calibration) -> None:
     axes = figure.subplots()
     for kind, points in _curves(calibration):
         x, y = zip(*sorted(points), strict=True)
-        is_limit = kind == "limit"
-        axes.plot(x, y, "k--" if is_limit else "o-", label=kind, linewidth=1, markersize=4)
+        style = "k--" if kind == "limit" else "o" if kind in POINTS else "o-"
+        axes.plot(x, y, style, label=kind, linewidth=1, markersize=4)
     axes.set_xlabel("emitted KL, nats a position")
     axes.set_ylabel("acceptance, mean over positions")
     axes.set_xlim(left=0)
