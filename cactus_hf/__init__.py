@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance, gamma
+    from .calibration.measuring import calibrate
+    from .calibration.result import Calibration
     from .counters import SpeculationStats, TokenKind, track
     from .generation import disable, enable
     from .law import emitted_law
@@ -35,6 +37,8 @@ _HOMES = {
         "TypicalAcceptance",
         "gamma",
     ),
+    "calibration.measuring": ("calibrate",),
+    "calibration.result": ("Calibration",),
     "counters": ("SpeculationStats", "TokenKind", "track"),
     "generation": ("disable", "enable"),
     "law": ("emitted_law",),
@@ -48,6 +52,7 @@ _HOMES = {
 __all__ = [
     "AcceptanceRule",
     "Cactus",
+    "Calibration",
     "Mixture",
     "SpeculationStats",
     "SpeculativeOutput",
@@ -56,6 +61,7 @@ __all__ = [
     "TopK",
     "TypicalAcceptance",
     "Verification",
+    "calibrate",
     "disable",
     "emitted_law",
     "enable",

@@ -26,6 +26,7 @@ COMMANDS = (
     Command("bench", "cactus_hf.bench.command", "measure how fast each way to decode is, and where the time goes"),
     Command("passes", "cactus_hf.passes", "time forward passes over 1, 2, ... tokens on the CPU, packed and not"),
     Command("tune", "cactus_hf.tune", "find the fastest draft length of a pair on this device, and write it down"),
+    Command("calibrate", "cactus_hf.calibration.command", "find the delta for a divergence, acceptance or speed"),
     Command("eval", "cactus_hf.evaluation.command", "score acceptance rules on benchmark tasks"),
     Command("distill", "cactus_hf.embedded.distill", "make the embedded draft anew by distillation"),
 )

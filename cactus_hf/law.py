@@ -52,7 +52,7 @@ def emitted_law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule)
     ```
     """
     check_laws(target_probs, draft_probs, rule)
-    return _law(target_probs.double(), draft_probs.double(), move_rule(rule, target_probs.device))
+    return emission(target_probs.double(), draft_probs.double(), move_rule(rule, target_probs.device))[0]
 
 
 def emitted_divergence(
@@ -91,7 +91,7 @@ def emitted_divergence(
             draft_probs = torch.zeros_like(target_probs).scatter(-1, token, 1.0)
         else:
             raise ValueError("`draft_logits` is None, so `draft_tokens` are needed: pass the ids that were drafted.")
-        law = _law(target_probs, draft_probs, rule)
+        law, _ = emission(target_probs, draft_probs, rule)
         kl[:, position] = (torch.xlogy(law, law) - torch.xlogy(law, target_probs)).sum(-1).clamp(min=0)
         tv[:, position] = (law - target_probs).abs().sum(-1) / 2
     return kl, tv
@@ -116,21 +116,22 @@ def has_closed_form(rule: AcceptanceRule) -> bool:
     return isinstance(rule, Cactus) or rule.shares_residual
 
 
-def _law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> Tensor:
+def emission(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> tuple[Tensor, Tensor]:
+    """The law emitted [..., V], float64, and the part of it that are kept drafts."""
     drafted = _draft_every_token(target_probs, draft_probs, rule.needs)
     if isinstance(rule, Cactus):
-        return _cactus_law(target_probs, draft_probs, rule.raised_prob(drafted))
+        raised = rule.raised_prob(drafted)
+        return _cactus_law(target_probs, draft_probs, raised), torch.minimum(draft_probs, raised)
     if not has_closed_form(rule):
         raise ValueError(
             f"There is no closed form for {type(rule).__name__}, as its residual may depend on the rejected token. "
             "If it does not, set the class attribute `shares_residual = True`."
         )
-    accept = rule.accept(drafted)
+    kept = draft_probs * rule.accept(drafted)
     residual = rule.residual(target_probs, draft_probs, drafted)
     total = residual.sum(-1, keepdim=True)
     replacement = torch.where(total > 0, residual / total, target_probs)
-    rejected = (draft_probs * (1 - accept)).sum(-1, keepdim=True)
-    return draft_probs * accept + rejected * replacement
+    return kept + (draft_probs - kept).sum(-1, keepdim=True) * replacement, kept
 
 
 def _draft_every_token(target_probs: Tensor, draft_probs: Tensor, needs: frozenset[str]) -> Drafted:
@@ -145,32 +146,47 @@ def _draft_every_token(target_probs: Tensor, draft_probs: Tensor, needs: frozens
 
 
 def _cactus_law(target_probs: Tensor, draft_probs: Tensor, raised_probs: Tensor) -> Tensor:
+    ratio, order = law_ratio(target_probs, draft_probs).sort(-1)
+    target, draft, raised = (probs.gather(-1, order) for probs in (target_probs, draft_probs, raised_probs))
+    law = sorted_cactus_law(target, draft, raised, ratio)
+    return torch.empty_like(law).scatter_(-1, order, law)
+
+
+def law_ratio(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """p_x / q_x; infinite where the target is 0."""
+    return torch.where(target_probs > 0, draft_probs / target_probs, torch.inf)
+
+
+def sorted_cactus_law(target_probs: Tensor, draft_probs: Tensor, raised_probs: Tensor, ratio: Tensor) -> Tensor:
     """
-    The law min(p_x, gamma_x) + q_x A(p_x / q_x) - p_x C(p_x / q_x), where
+    The law of Cactus for rows [..., V] whose tokens stand in ascending order of `ratio`, p_x / q_x: the law
 
-        A(r) = sum of w_n s_n / Z_n over the n with s_n > r,    C(r) = sum of w_n / Z_n over the same n,
+        min(p_x, gamma_x) + q_x A(x) - p_x C(x)
 
-    w_n = (p_n - gamma_n)_+ is the mass rejected at n, and Z_n the sum of its residual (s_n q - p)_+. In that residual
-    are the x with s_n > p_x / q_x, and n is not among them, as p_n > gamma_n >= q_n >= s_n q_n.
+    where A sums w_n s_n / Z_n, and C sums w_n / Z_n, over the n with s_n > p_x / q_x. There w_n = (p_n - gamma_n)_+ is
+    the mass rejected at n, and Z_n the sum of its residual (s_n q - p)_+. In that residual are the x that stand before
+    the place of s_n among the ratios, and n is not among them, as p_n > gamma_n >= q_n >= s_n q_n.
     """
     rejected = (draft_probs - raised_probs).clamp(min=0)
     scale = scale_of_others(raised_probs, target_probs)
-    ratio = torch.where(target_probs > 0, draft_probs / target_probs, torch.inf)
-
-    ascending, order = ratio.sort(-1)
-    num_below = torch.searchsorted(ascending, scale)  # tokens x with p_x / q_x < s_n
-    target_below = _sums_from_zero(target_probs.gather(-1, order)).gather(-1, num_below)
-    draft_below = _sums_from_zero(draft_probs.gather(-1, order)).gather(-1, num_below)
+    if rejected.is_cpu:  # they are a few of the vocabulary; a GPU would have to be waited for to know how many
+        rejected, tokens = rejected.topk(int((rejected > 0).sum(-1).max()), sorted=False)
+        scale = scale.gather(-1, tokens)
+    num_below = torch.searchsorted(ratio, scale)  # tokens x with p_x / q_x < s_n
+    target_below = _sums_from_zero(target_probs).gather(-1, num_below)
+    draft_below = _sums_from_zero(draft_probs).gather(-1, num_below)
     # Z_n >= w_n always; where rounding says otherwise, a quotient of rounding errors would come out.
     total = torch.maximum(scale * target_below - draft_below, rejected)
     share = torch.where(rejected > 0, rejected / total, 0.0)
-
-    ascending, order = scale.neg().sort(-1)
-    num_above = torch.searchsorted(ascending, ratio.neg())  # tokens n with s_n > p_x / q_x
-    share = share.gather(-1, order)
-    gained = target_probs * _sums_from_zero(share * -ascending).gather(-1, num_above)
-    lost = draft_probs * _sums_from_zero(share).gather(-1, num_above)
+    gained = target_probs * _sums_of_later(share * scale, num_below, target_probs.shape[-1])
+    lost = draft_probs * _sums_of_later(share, num_below, target_probs.shape[-1])
     return torch.minimum(draft_probs, raised_probs) + (gained - lost).clamp(min=0)
+
+
+def _sums_of_later(values: Tensor, places: Tensor, num_places: int) -> Tensor:
+    """At each place 0 ... V - 1, the sum of the values whose own place, among 0 ... V, is a later one."""
+    by_place = values.new_zeros(*values.shape[:-1], num_places + 1).scatter_add_(-1, places, values)
+    return by_place.flip(-1).cumsum(-1)[..., :-1].flip(-1)
 
 
 def _sums_from_zero(values: Tensor) -> Tensor:

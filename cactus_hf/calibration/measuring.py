@@ -1,0 +1,205 @@
+"""`calibrate`: texts, laws, rounds and sums, prompt by prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..acceptance import AcceptanceRule, Cactus, Mixture, TopK, TypicalAcceptance
+from ..arguments import Prompt, encode
+from ..law import has_closed_form
+from ..parameters import check_delta, is_integer
+from .files import Finished, Record
+from .laws import Values, evaluate
+from .result import Calibration
+from .rounds import round_sums
+from .sampling import Texts, check_pair, checked_options, enabled
+
+
+DELTAS = (0.0, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0)  # nats
+SLOPES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)  # of the limit
+RULES: tuple[AcceptanceRule, ...] = (
+    TypicalAcceptance(),
+    TypicalAcceptance(recovery="sample"),
+    *map(TopK, (1, 3, 5)),
+    *map(Mixture, (0.9, 0.7, 0.5, 0.3, 0.1)),
+)
+
+
+def calibrate(
+    model: Any,
+    assistant_model: Any,
+    prompts: Sequence[Prompt | Sequence[int]],
+    *,
+    tokenizer: Any = None,
+    deltas: Sequence[float] = DELTAS,
+    rules: Sequence[AcceptanceRule] = RULES,
+    max_new_tokens: int = 128,
+    num_assistant_tokens: int = 5,
+    longest: int = 20,
+    batch_size: int = 8,
+    seed: int = 0,
+    resume: str | os.PathLike | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Calibration:
+    """
+    Finds out what each delta gives on prompts of one's own, without decoding with any: which delta has which mean
+    divergence, acceptance and accepted length.
+
+    Continuations are sampled from the target's own law, both models are run over them, and each rule's acceptance and
+    emitted law is evaluated exactly at every position. Positions count as often as rounds of decoding would verify
+    them. What stays uncertain is which prompts were taken, for which the standard errors stand, and that texts written
+    at a large delta may lead elsewhere than the target's.
+
+    Args:
+        model, assistant_model (`PreTrainedModel`):
+            Target and draft, of one tokenizer, decoder-only.
+        prompts (list of `str`, of messages or of `list[int]`):
+            Texts (a user's turn, where the tokenizer has a chat template), chats, or token ids.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Needed unless all prompts are ids.
+        deltas (sequence of `float`, *optional*):
+            Budgets in nats to evaluate, finite.
+        rules (sequence of [`AcceptanceRule`], *optional*):
+            Others to compare with.
+        max_new_tokens (`int`, *optional*, defaults to 128):
+            Of each continuation.
+        num_assistant_tokens (`int`, *optional*, defaults to 5):
+            The draft length that answers are for, if they are not asked for another.
+        longest (`int`, *optional*, defaults to 20):
+            The largest draft length that can be asked for.
+        batch_size (`int`, *optional*, defaults to 8):
+            Prompts sampled and read together.
+        seed (`int`, *optional*, defaults to 0):
+            Of the continuations and of the resampling.
+        resume (`str` or path, *optional*):
+            A file that keeps each finished batch. If it is there, the calibration goes on with it.
+        progress (`bool`, *optional*, defaults to `True`):
+            Whether to show a progress bar where there is a terminal. Needs tqdm.
+        options:
+            Of `generate()`, the same for every call: `temperature`, `top_k`, `top_p`, penalties, processors, ...
+
+    Returns:
+        [`Calibration`]
+
+    Raises:
+        ValueError: for options that contradict one another, and for a file of another calibration.
+    """
+    deltas, rules = _checked(deltas, rules)
+    for name, value in (
+        ("max_new_tokens", max_new_tokens),
+        ("num_assistant_tokens", num_assistant_tokens),
+        ("longest", longest),
+        ("batch_size", batch_size),
+    ):
+        if not is_integer(value) or value < 1:
+            raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}.")
+    if num_assistant_tokens > longest:
+        raise ValueError(f"`num_assistant_tokens` is {num_assistant_tokens}, and `longest` is only {longest}.")
+    if max_new_tokens < 3:
+        raise ValueError("`max_new_tokens` below 3 leaves no round with a draft: give more.")
+    ids = _ids(prompts, tokenizer)
+    options = checked_options(options, model) | {"max_new_tokens": int(max_new_tokens)}
+    check_pair(model, assistant_model, max(map(len, ids)) + max_new_tokens)
+    header = {
+        "settings": [
+            *({"label": f"Cactus({delta:g})", "kind": "Cactus", "delta": delta} for delta in deltas),
+            *({"label": repr(rule), "kind": type(rule).__name__, "delta": None} for rule in rules),
+            *({"label": f"limit, slope {slope:g}", "kind": "limit", "delta": None} for slope in SLOPES),
+        ],
+        "deltas": deltas,
+        "longest": int(longest),
+        "num_assistant_tokens": int(num_assistant_tokens),
+        "batch_size": int(batch_size),
+        "seed": int(seed),
+        "num_prompts": len(ids),
+        "prompts_sha256": hashlib.sha256(repr(ids).encode()).hexdigest(),
+        "models": [_facts(each) for each in (model, assistant_model)],
+        "options": {name: _written(value) for name, value in sorted(options.items())},
+    }
+    record = Record(header, resume)
+    every = [*map(Cactus, deltas), *rules]
+    with enabled(model) as target, _bar(len(ids), progress) as bar:
+        texts = Texts(target, assistant_model, options)
+        for begin in range(0, len(ids), batch_size):
+            # The whole batch again if one is missing, as what a row rounds to may depend on its neighbours
+            numbers = range(begin, min(begin + batch_size, len(ids)))
+            if not all(number in record.finished for number in numbers):
+                batch = [ids[number] for number in numbers]
+                seeds = [seed * 2**32 + number for number in numbers]
+                found = {}
+                for number, text in zip(numbers, texts.read(batch, seeds), strict=True):
+                    values = evaluate(text.target_logits, text.draft_logits, text.tokens, every, SLOPES)
+                    is_drafted = text.draft_logits.amax(-1) != -torch.inf
+                    found[number] = finished(values, is_drafted, longest, max_new_tokens)
+                record.add(found)
+            bar.update(len(numbers))
+    return Calibration.of(header, record.finished)
+
+
+def finished(values: Values, is_drafted: Tensor, longest: int, max_new_tokens: int) -> Finished:
+    """The sums of one text."""
+    values, is_drafted = Values(*(each.cpu() for each in values)), is_drafted.cpu()
+    count = is_drafted[1:].sum().double().expand(values.kl.shape[1])
+    sums = (each[1:].sum(0) for each in (values.acceptance, values.kl, values.tv))
+    return Finished(round_sums(values, is_drafted, longest, max_new_tokens), torch.stack([count, *sums], -1))
+
+
+def _checked(deltas: Sequence[float], rules: Sequence[AcceptanceRule]) -> tuple[list[float], list[AcceptanceRule]]:
+    if not deltas:
+        raise ValueError("`deltas` is empty: give at least one.")
+    for delta in deltas:
+        if isinstance(check_delta(delta), Tensor) or not math.isfinite(delta):
+            raise ValueError(f"`deltas` must be finite numbers, got {delta!r}.")
+    for rule in rules:
+        if not isinstance(rule, AcceptanceRule):
+            raise TypeError(f"`rules` must hold acceptance rules, got {type(rule).__name__}: {rule!r}.")
+        if not has_closed_form(rule):
+            raise ValueError(f"What {type(rule).__name__} emits is not known in closed form: leave it out of `rules`.")
+        if any(isinstance(value, Tensor) for value in vars(rule).values()):
+            raise ValueError(f"{rule!r} has one value a row: give rules with one number for all.")
+    return sorted(set(map(float, deltas))), list(rules)
+
+
+def _ids(prompts: Sequence[Prompt | Sequence[int]], tokenizer: Any) -> list[list[int]]:
+    if isinstance(prompts, str) or not prompts:
+        raise ValueError("`prompts` must be a list with at least one prompt.")
+    found = []
+    for prompt in prompts:
+        if not isinstance(prompt, str) and prompt and all(map(is_integer, prompt)):
+            found.append(list(map(int, cast(Sequence[int], prompt))))
+        elif tokenizer is None:
+            raise ValueError("`prompts` hold text: pass `tokenizer=` as well, or give lists of token ids.")
+        else:
+            found.append(encode(tokenizer, cast(Prompt, prompt)))
+    return found
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    return {
+        "name": model.name_or_path,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _written(value: Any) -> Any:
+    """An option as JSON can hold it."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return type(value).__name__
+
+
+def _bar(total: int, progress: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="Calibrating", unit="prompt", leave=False, disable=None if progress else True)

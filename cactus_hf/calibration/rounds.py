@@ -1,0 +1,75 @@
+"""How often rounds of decoding would verify each position of a text, and what a run would report.
+
+A run reports means over the drafts it verifies: those up to and including the first rejection of each round. Position
+j of a round is among them only if all before it were kept. Rounds begin behind a rejection, or one token behind a
+draft that was kept in full. Both follow from the chances at the positions of a text, without drawing anything.
+
+The texts are the target's own, while those of a run follow the rule's emitted law. Within a round this is made up for:
+a kept token weighs what its chance as a kept draft is over its chance in the target's law. What the rule did to the
+text before the round is left out, so the means are exact for the lossless rule and a prediction for others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .laws import Values
+
+
+# Sums over the rounds of a text, in this order
+FIELDS = ("rounds", "verified", "accepted", "kl", "tv", "ball_kl")
+
+
+def round_sums(values: Values, is_drafted: Tensor, longest: int, max_new_tokens: int) -> Tensor:
+    """
+    What the rounds of a text come to in the mean.
+
+    Args:
+        values ([`Values`] of N positions and S rules): the first position is that of the first token behind the
+            prompt, which belongs to no round.
+        is_drafted (`torch.Tensor` of shape [N]): where the draft has a law at all.
+        longest (`int`): M.
+        max_new_tokens (`int`): of the call; as in the loop, no round drafts beyond the last but one.
+
+    Returns:
+        `torch.Tensor` of shape [S, M, 6], float64: for each rule and draft length m = 1 ... M the sums of `FIELDS`.
+    """
+    num_positions, num_rules = values.acceptance.shape
+    begins = _begins(values.acceptance, longest, max_new_tokens)  # [N, S, M]
+    kept = _windows(values.kept, longest)  # [N, S, M], the last one over the places of a round
+    reached = torch.cat([torch.ones_like(kept[..., :1]), kept[..., :-1]], -1).cumprod(-1)
+    room = max_new_tokens - 1 - torch.arange(num_positions)
+    reached = reached * (torch.arange(longest) < room[:, None])[:, None]
+    drafted = is_drafted.to(kept.dtype)[:, None].expand(-1, num_rules)
+    fields = (drafted, values.acceptance, values.kl, values.tv, values.ball_kl)
+    # A mixture's KL may be infinite; where no round comes, that is no matter
+    by_place = [torch.where(reached > 0, reached * _windows(field, longest), 0.0) for field in fields]
+    by_length = [torch.where(begins > 0, begins * each.cumsum(-1), 0.0) for each in by_place]  # for each m
+    sums = [begins.sum(0), *(each.sum(0) for each in by_length)]
+    return torch.stack(sums, -1)
+
+
+def _windows(values: Tensor, longest: int) -> Tensor:
+    """[N, S, M]: of each position the values [N, S] there and at the next ones, 0 behind the end."""
+    return torch.nn.functional.pad(values, (0, 0, 0, longest - 1)).unfold(0, longest, 1)
+
+
+def _begins(acceptance: Tensor, longest: int, max_new_tokens: int) -> Tensor:
+    """[N, S, M]: the chance that a round begins at a position, for each draft length."""
+    num_positions, num_rules = acceptance.shape
+    windows = _windows(acceptance, longest)
+    reached = torch.cat([torch.ones_like(windows[..., :1]), windows], -1).cumprod(-1)  # [N, S, M + 1]
+    ends = reached[..., :-1] * (1 - windows)  # at each place of a round, its first rejection
+    begins = acceptance.new_zeros(num_positions + longest + 1, num_rules, longest)
+    begins[1:2] = 1.0
+    place, every = torch.arange(longest)[:, None, None], torch.arange(longest)
+    for position in range(1, num_positions):
+        num_drafts = (every + 1).clamp(max=max_new_tokens - 1 - position)  # for each m
+        begin = begins[position]
+        behind = position + 1
+        rejected = ends[position].T[..., None] * begin
+        begins[behind : behind + longest] += rejected * (place < num_drafts)
+        all_kept = reached[position][:, num_drafts] * begin
+        begins[behind + num_drafts, :, every] += all_kept.T
+    return begins[:num_positions]
