@@ -129,9 +129,9 @@ def limit_laws(rows: Rows, slopes: Sequence[float]) -> Iterator[Tensor]:
     """
     The laws h, [N, K] each, that no rule beats: h minimises KL(h || q) - slope * sum_x min(p_x, h_x).
 
-    For rows in ascending order. It is clip(p, b q, b exp(slope) q) with the b that makes it sum to 1. So, over any positions, no laws with the same
-    mean acceptance have a smaller mean KL. Slope 0 is the target's law, and an infinite one the draft's, as far as the
-    target has its tokens.
+    For rows in ascending order. It is clip(p, b q, b exp(slope) q) with the b that makes it sum to 1. So, over any
+    positions, no laws with the same mean acceptance have a smaller mean KL. Slope 0 is the target's law, and an
+    infinite one the draft's, as far as the target has its tokens.
     """
     target, draft, ratio, _ = rows
     target_sums, draft_sums = (torch.nn.functional.pad(each.cumsum(-1), (1, 0)) for each in (target, draft))
