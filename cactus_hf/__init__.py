@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance, gamma
+    from .acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+    from .bounded_rules import Lenience, Mentored
     from .calibration.measuring import calibrate
     from .calibration.result import Calibration
     from .counters import SpeculationStats, TokenKind, track
+    from .divergences import gamma
     from .generation import disable, enable
     from .law import emitted_law
     from .outputs import SpeculativeOutput
@@ -35,11 +37,12 @@ _HOMES = {
         "SpeculativeSampling",
         "TopK",
         "TypicalAcceptance",
-        "gamma",
     ),
+    "bounded_rules": ("Lenience", "Mentored"),
     "calibration.measuring": ("calibrate",),
     "calibration.result": ("Calibration",),
     "counters": ("SpeculationStats", "TokenKind", "track"),
+    "divergences": ("gamma",),
     "generation": ("disable", "enable"),
     "law": ("emitted_law",),
     "outputs": ("SpeculativeOutput",),
@@ -53,6 +56,8 @@ __all__ = [
     "AcceptanceRule",
     "Cactus",
     "Calibration",
+    "Lenience",
+    "Mentored",
     "Mixture",
     "SpeculationStats",
     "SpeculativeOutput",

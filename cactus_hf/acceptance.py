@@ -17,12 +17,13 @@ Papers: Cactus, arXiv 2604.04987; speculative sampling, arXiv 2211.17192 and 230
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from .divergences import check_divergence, raise_prob
 from .parameters import Parameter, check_delta, check_parameter, per_row
 
 
@@ -34,6 +35,7 @@ class Drafted(NamedTuple):
     entropy: Tensor | None = None  # of the target's row, in nats; there if the rule needs "entropy"
     rank: Tensor | None = None  # number of tokens strictly more likely to the target; there if the rule needs "rank"
     raised_prob: Tensor | None = None  # gamma_n, if the rule's `raised_prob` was asked before
+    from_rows: Tensor | None = None  # [..., k], what `read_rows` made of both rows; there if the rule needs "rows"
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,8 @@ class AcceptanceRule(ABC):
 
     Class attributes:
         needs (`frozenset[str]`):
-            The optional fields of [`Drafted`] that `accept` reads. Each costs a pass over the target's rows.
+            What `accept` reads of [`Drafted`] beyond the two probabilities: `"entropy"` and `"rank"`, each a pass over
+            the target's rows, and `"rows"`, `from_rows`.
         shares_residual (`bool`):
             Whether `residual` is the same whichever token was rejected. [`emitted_law`] relies on it.
     """
@@ -56,6 +59,14 @@ class AcceptanceRule(ABC):
     @abstractmethod
     def accept(self, drafted: Drafted) -> Tensor:
         """The probability, in [0, 1], of keeping each drafted token."""
+
+    def read_rows(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+        """
+        A few numbers `[..., k]` that `accept` and `residual` need of the whole rows `[..., V]`, in float64.
+
+        Asked before them, for rules that need `"rows"`.
+        """
+        raise NotImplementedError(f'{type(self).__name__} needs "rows", so it needs `read_rows`.')
 
     def residual_scales(self, drafted: Drafted) -> tuple[Tensor | float, Tensor | float] | None:
         """
@@ -98,12 +109,15 @@ class Cactus(AcceptanceRule):
     Cactus: speculative sampling towards the target with the drafted token raised from q_n to gamma_n.
 
     Given `n`, the law aimed at is h_n = gamma_n and h_i = s q_i for i != n, with s = (1 - gamma_n) / (1 - q_n). Among
-    the laws near the target it keeps `n` most often (Theorem 2, Corollary 5). KL(h || q) is at most ln(1 + 2 delta)
-    nats. As h changes with `n`, the law emitted is yet another one: see [`emitted_law`].
+    the laws near the target it keeps `n` most often (Theorem 2, Corollary 5). By default KL(h || q) is at most
+    ln(1 + 2 delta) nats; with `solver="exact"`, D(h || q) is at most delta. As h changes with `n`, the law emitted is
+    yet another one: see [`emitted_law`].
 
     Args:
         delta (`float` or `Tensor` of shape `[B]`):
             Budget in nats. 0 is speculative sampling, exactly; `inf` keeps every token that the target can emit.
+        divergence (`str`, *optional*, defaults to `"kl"`), solver (`str`, *optional*, defaults to `"taylor"`):
+            What the budget bounds, and how gamma is found: see [`gamma`].
 
     Example:
 
@@ -118,17 +132,21 @@ class Cactus(AcceptanceRule):
     """
 
     delta: Parameter
+    divergence: str = field(default="kl", kw_only=True)
+    solver: str = field(default="taylor", kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "delta", check_delta(self.delta))
+        check_divergence(self.divergence, self.solver)
 
     def raised_prob(self, drafted: Drafted) -> Tensor:
         if drafted.raised_prob is not None:
             return drafted.raised_prob
-        return _taylor_gamma(drafted.target_prob, per_row(self.delta, drafted.target_prob))
+        delta = per_row(self.delta, drafted.target_prob)
+        return raise_prob(drafted.target_prob, delta, self.divergence, self.solver)
 
     def accept(self, drafted: Drafted) -> Tensor:
-        return _ratio(self.raised_prob(drafted), drafted.draft_prob)
+        return keep_at_most(self.raised_prob(drafted), drafted.draft_prob)
 
     def residual_scales(self, drafted: Drafted) -> tuple[Tensor, float]:
         # (h - p)_+. It is 0 at n without a special case, as n is rejected only if p_n > gamma_n >= q_n >= s q_n.
@@ -142,7 +160,7 @@ class SpeculativeSampling(AcceptanceRule):
     shares_residual: ClassVar[bool] = True
 
     def accept(self, drafted: Drafted) -> Tensor:
-        return _ratio(drafted.target_prob, drafted.draft_prob)
+        return keep_at_most(drafted.target_prob, drafted.draft_prob)
 
     def residual_scales(self, drafted: Drafted) -> tuple[float, float]:
         return 1.0, 1.0
@@ -243,44 +261,10 @@ class Mixture(AcceptanceRule):
     def accept(self, drafted: Drafted) -> Tensor:
         # v written as p + weight (q - p), so that rounding cannot bring it below p where q >= p.
         excess = drafted.target_prob - drafted.draft_prob
-        return _ratio(drafted.draft_prob + per_row(self.weight, excess) * excess, drafted.draft_prob)
+        return keep_at_most(drafted.draft_prob + per_row(self.weight, excess) * excess, drafted.draft_prob)
 
     def residual_scales(self, drafted: Drafted) -> tuple[float, float]:
         return 1.0, 1.0
-
-
-def gamma(q: Parameter, delta: Parameter) -> float | Tensor:
-    """
-    The probability to which Cactus raises a drafted token: min(1, q + sqrt(2 delta q (1 - q))) (Corollary 5).
-
-    Args:
-        q (`float` or `Tensor`):
-            The target's probability of the drafted token.
-        delta (`float` or `Tensor` that broadcasts against `q`):
-            Budget in nats, 0 or more, `inf` allowed. Unlike a rule's parameter `[B]`, it is not aligned with rows.
-
-    Returns:
-        `float`, or `Tensor` in the dtype of `q`: gamma, at least `q` and at most 1. It is `q` at delta 0 and, at delta
-        `inf`, 1 wherever `q` is not 0; a token the target cannot emit stays at 0 for every delta.
-
-    Example:
-
-    ```python
-    >>> from cactus_hf import gamma
-    >>> round(gamma(0.2, delta=0.5), 9)
-    0.6
-    >>> gamma(0.2, delta=float("inf")), gamma(0.0, delta=float("inf"))
-    (1.0, 0.0)
-
-    ```
-    """
-    flat_q, flat_delta = (x.flatten() if isinstance(x, Tensor) else x for x in (q, delta))
-    checked_q = check_parameter("q", flat_q, lambda x: (x >= 0) & (x <= 1), "in [0, 1], a probability")
-    checked_delta = check_delta(flat_delta)
-    probs = q if isinstance(q, Tensor) and q.is_floating_point() else torch.as_tensor(q, dtype=torch.float64)
-    raised = _taylor_gamma(probs, torch.as_tensor(delta, dtype=probs.dtype))
-    is_number = not isinstance(checked_q, Tensor) and not isinstance(checked_delta, Tensor)
-    return raised.item() if is_number else raised
 
 
 def scale_of_others(raised_prob: Tensor, target_prob: Tensor) -> Tensor:
@@ -295,13 +279,6 @@ def _scaled(probs: Tensor, scale: Tensor | float) -> Tensor:
     return probs if scale == 1 else scale * probs
 
 
-def _taylor_gamma(target_prob: Tensor, delta: float | Tensor) -> Tensor:
-    variance = target_prob * (1 - target_prob)
-    # At q_n = 0 and q_n = 1 there is no bonus, whatever delta: the formula would give inf * 0 at delta inf.
-    bonus = torch.where(variance > 0, (2 * delta * variance).sqrt(), 0.0)
-    return (target_prob + bonus).clamp(max=1)
-
-
-def _ratio(law_prob: Tensor, draft_prob: Tensor) -> Tensor:
+def keep_at_most(law_prob: Tensor, draft_prob: Tensor) -> Tensor:
     """min(1, h_n / p_n): exactly 1 where h_n >= p_n, and 0 where h_n = 0, even if p_n is 0 as well."""
     return torch.where(law_prob >= draft_prob, (law_prob > 0).to(law_prob.dtype), law_prob / draft_prob)

@@ -17,6 +17,7 @@ from torch import Tensor
 from .acceptance import AcceptanceRule, Cactus, Drafted, scale_of_others
 from .checks import check_laws
 from .parameters import move_rule
+from .probabilities import laws_at
 
 
 def emitted_law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> Tensor:
@@ -80,17 +81,11 @@ def emitted_divergence(
         target_logits, draft_logits = _on_support(target_logits, draft_logits)
     kl = torch.zeros(target_logits.shape[:2], dtype=torch.float64, device=target_logits.device)
     tv = torch.zeros_like(kl)
+    if draft_logits is None and draft_tokens is None:
+        raise ValueError("`draft_logits` is None, so `draft_tokens` are needed: pass the ids that were drafted.")
     # One position at a time, as the closed form takes about ten copies of its rows.
     for position in range(target_logits.shape[1]):
-        target_probs = target_logits[:, position].softmax(-1, dtype=torch.float64)
-        if draft_logits is not None:
-            draft_probs = draft_logits[:, position].softmax(-1, dtype=torch.float64)
-        elif draft_tokens is not None:
-            # Padding may be any id, as what comes of it is not used.
-            token = draft_tokens[:, position, None].long().clamp(0, target_logits.shape[2] - 1)
-            draft_probs = torch.zeros_like(target_probs).scatter(-1, token, 1.0)
-        else:
-            raise ValueError("`draft_logits` is None, so `draft_tokens` are needed: pass the ids that were drafted.")
+        target_probs, draft_probs = laws_at(target_logits, draft_logits, draft_tokens, position)
         law, _ = emission(target_probs, draft_probs, rule)
         kl[:, position] = (torch.xlogy(law, law) - torch.xlogy(law, target_probs)).sum(-1).clamp(min=0)
         tv[:, position] = (law - target_probs).abs().sum(-1) / 2
@@ -118,7 +113,7 @@ def has_closed_form(rule: AcceptanceRule) -> bool:
 
 def emission(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> tuple[Tensor, Tensor]:
     """The law emitted [..., V], float64, and the part of it that are kept drafts."""
-    drafted = _draft_every_token(target_probs, draft_probs, rule.needs)
+    drafted = _draft_every_token(target_probs, draft_probs, rule)
     if isinstance(rule, Cactus):
         raised = rule.raised_prob(drafted)
         return _cactus_law(target_probs, draft_probs, raised), torch.minimum(draft_probs, raised)
@@ -128,21 +123,25 @@ def emission(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) ->
             "If it does not, set the class attribute `shares_residual = True`."
         )
     kept = draft_probs * rule.accept(drafted)
+    if drafted.from_rows is not None:
+        drafted = drafted._replace(from_rows=drafted.from_rows.squeeze(-2))  # of the row, which no token is chosen of
     residual = rule.residual(target_probs, draft_probs, drafted)
     total = residual.sum(-1, keepdim=True)
     replacement = torch.where(total > 0, residual / total, target_probs)
     return kept + (draft_probs - kept).sum(-1, keepdim=True) * replacement, kept
 
 
-def _draft_every_token(target_probs: Tensor, draft_probs: Tensor, needs: frozenset[str]) -> Drafted:
+def _draft_every_token(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> Drafted:
     """What the rule would know of each token of the vocabulary, had that one been drafted."""
-    entropy = rank = None
-    if "entropy" in needs:
+    entropy = rank = from_rows = None
+    if "entropy" in rule.needs:
         entropy = torch.special.entr(target_probs).sum(-1, keepdim=True)
-    if "rank" in needs:
+    if "rank" in rule.needs:
         ascending = target_probs.sort(-1).values
         rank = target_probs.shape[-1] - torch.searchsorted(ascending, target_probs.contiguous(), right=True)
-    return Drafted(target_probs, draft_probs, entropy, rank)
+    if "rows" in rule.needs:
+        from_rows = rule.read_rows(target_probs, draft_probs).unsqueeze(-2)
+    return Drafted(target_probs, draft_probs, entropy, rank, from_rows=from_rows)
 
 
 def _cactus_law(target_probs: Tensor, draft_probs: Tensor, raised_probs: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ sequence only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -55,6 +55,18 @@ def row_probs(logits: Tensor, normaliser: Normaliser, at: Tensor) -> Tensor:
     row = widened(logits[batch, at])
     peak, total = (field[batch, at].unsqueeze(-1).to(row.dtype) for field in normaliser)
     return row.sub_(peak).exp_().div_(total)  # in place, as the indexing made a copy
+
+
+def laws_at(
+    target_logits: Tensor, draft_logits: Tensor | None, draft_tokens: Tensor | None, position: int
+) -> tuple[Tensor, Tensor]:
+    """The laws [B, V] of target and draft at one position, in float64; one-hot where the draft has no logits."""
+    target_probs = target_logits[:, position].softmax(-1, dtype=torch.float64)
+    if draft_logits is not None:
+        return target_probs, draft_logits[:, position].softmax(-1, dtype=torch.float64)
+    # Padding may be any id, as what comes of it is not used.
+    token = cast(Tensor, draft_tokens)[:, position, None].long().clamp(0, target_logits.shape[2] - 1)
+    return target_probs, torch.zeros_like(target_probs).scatter(-1, token, 1.0)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from . import kernels
 from .acceptance import AcceptanceRule, Drafted
 from .checks import bad_target_error, check_block, check_draft_lengths, check_uniforms, warn_bad_draft
 from .parameters import move_rule
-from .probabilities import LEAST_TOTAL, Normaliser, draw, normalise, row_probs, token_logits, widened
+from .probabilities import LEAST_TOTAL, Normaliser, draw, laws_at, normalise, row_probs, token_logits, widened
 
 
 class Verification(NamedTuple):
@@ -140,7 +140,9 @@ def verify_block(
         lengths = num_leading(is_drafted & draft.peak.isfinite())
         draft_prob = draft.probability(token_logits(draft_logits, tokens))
     entropy, rank = _entropy_and_rank(rule.needs, target_logits[:, :num_drafted], tokens)
-    drafted = Drafted(target_prob, draft_prob, entropy, rank)
+    drafted = Drafted(
+        target_prob, draft_prob, entropy, rank, from_rows=_from_rows(rule, target_logits, draft_logits, tokens)
+    )
     drafted = drafted._replace(raised_prob=rule.raised_prob(drafted))
 
     tests = uniforms[:, :num_drafted].double()
@@ -225,7 +227,8 @@ def num_leading(flags: Tensor) -> Tensor:
 
 def _select(drafted: Drafted, at: Tensor) -> Drafted:
     """The scalars `[B]` of the drafted token at position `at[b]` of each sequence."""
-    return Drafted._make(None if field is None else field.gather(1, at.unsqueeze(1)).squeeze(1) for field in drafted)
+    batch = torch.arange(len(at), device=at.device)
+    return Drafted._make(None if field is None else field[batch, at] for field in drafted)
 
 
 def _entropy_and_rank(needs: frozenset[str], logits: Tensor, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -236,6 +239,19 @@ def _entropy_and_rank(needs: frozenset[str], logits: Tensor, tokens: Tensor) -> 
     if "rank" in needs:
         rank = (logits > logits.gather(-1, tokens.unsqueeze(-1))).sum(-1)
     return entropy, rank
+
+
+def _from_rows(
+    rule: AcceptanceRule, target_logits: Tensor, draft_logits: Tensor | None, tokens: Tensor
+) -> Tensor | None:
+    """What the rule makes of whole rows [B, m, k], if it needs them; a position at a time, as a row is large."""
+    if "rows" not in rule.needs:
+        return None
+    if tokens.shape[1] == 0:
+        none = target_logits[:, :0].double()
+        return rule.read_rows(none, none)
+    laws = (laws_at(target_logits, draft_logits, tokens, position) for position in range(tokens.shape[1]))
+    return torch.stack([rule.read_rows(target, draft) for target, draft in laws], dim=1)
 
 
 def _binary_kl(drafted: Drafted) -> Tensor:

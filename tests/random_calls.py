@@ -191,6 +191,12 @@ def rules(draw: Any, num_rows: int) -> Options:
         ),
         st.integers(1, 6).map(lambda k: {"acceptance_rule": cactus_hf.TopK(k)}),
         st.sampled_from((0.1, 0.9)).map(lambda weight: {"acceptance_rule": cactus_hf.Mixture(weight)}),
+        st.sampled_from((cactus_hf.Lenience(0.5), cactus_hf.Mentored(0.1), cactus_hf.Mentored(0.2, "js"))).map(
+            lambda rule: {"acceptance_rule": rule}
+        ),
+        st.sampled_from(("reverse_kl", "tv")).map(
+            lambda name: {"acceptance_rule": cactus_hf.Cactus(0.2, divergence=name, solver="exact")}
+        ),
     ]
     return draw(st.one_of(choices))
 

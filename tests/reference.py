@@ -8,10 +8,13 @@ draw from g.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cache
 
 from torch import Tensor
 
 from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.bounded_rules import Lenience, Mentored
 
 
 def parameter(value, row: int) -> float:
@@ -27,12 +30,85 @@ def softmax(logits: list[float]) -> list[float] | None:
     return [weight / sum(weights) for weight in weights]
 
 
-def gamma(q_n: float, delta: float) -> float:
+CURVATURE = {"kl": 1, "chi2": 2, "reverse_kl": 1, "neyman": 2, "hellinger": 1 / 4, "js": 1 / 4}  # f''(1)
+
+
+@cache
+def gamma(q_n: float, delta: float, divergence: str = "kl", solver: str = "taylor") -> float:
     if q_n == 0:
         return 0.0
     if q_n == 1 or delta == math.inf:
         return 1.0
-    return min(1.0, q_n + math.sqrt(2 * delta * q_n * (1 - q_n)))
+    if solver == "taylor":
+        return min(1.0, q_n + math.sqrt(2 * delta * q_n * (1 - q_n) / CURVATURE[divergence]))
+
+    def distance(g: float) -> float:
+        return q_n * f(divergence, g / q_n) + (1 - q_n) * f(divergence, (1 - g) / (1 - q_n))
+
+    if distance(1.0) <= delta:
+        return 1.0
+    low, high = q_n, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if distance(middle) <= delta else (low, middle)
+    return low if delta > 0 else q_n
+
+
+def f(divergence: str, t: float) -> float:
+    """The function of the divergence, as it is defined; its limit at t = 0."""
+    if divergence == "tv":
+        return abs(t - 1) / 2
+    if divergence == "chi2":
+        return (t - 1) * (t - 1)
+    if divergence == "hellinger":
+        return 1 - math.sqrt(t)
+    if t == 0:
+        return {"kl": 0.0, "reverse_kl": math.inf, "neyman": math.inf, "js": math.log(2) / 2}[divergence]
+    if divergence == "kl":
+        return t * math.log(t)
+    if divergence == "reverse_kl":
+        return -math.log(t)
+    if divergence == "neyman":
+        return (t - 1) * ((t - 1) / t)
+    return (t * math.log(2 * t / (1 + t)) + math.log(2 / (1 + t))) / 2  # js
+
+
+def f_divergence(divergence: str, h: Sequence[float], q: Sequence[float]) -> float:
+    """D_f(h || q), the sum of q f(h / q), for an h on the support of q."""
+    assert all(q_i > 0 or h_i == 0 for h_i, q_i in zip(h, q, strict=True))
+    return math.fsum(q_i * f(divergence, h_i / q_i) for h_i, q_i in zip(h, q, strict=True) if q_i > 0)
+
+
+def clamped(q: Sequence[float], p: Sequence[float], low: float, high: float) -> list[float]:
+    return [min(max(p_i, low * q_i), high * q_i) if q_i > 0 else 0.0 for q_i, p_i in zip(q, p, strict=True)]
+
+
+@cache
+def mentored_law(q: tuple[float, ...], p: tuple[float, ...], budget: float, divergence: str) -> Sequence[float]:
+    """clip(p, b q, a q) with the largest a whose divergence is within the budget; b is what makes it sum to 1."""
+    by_ratio = sorted((p_i / q_i, q_i, p_i) for q_i, p_i in zip(q, p, strict=True) if q_i > 0)
+
+    def law(high: float) -> list[float]:
+        lacking = 1 - math.fsum(min(p_i, high * q_i) for _, q_i, p_i in by_ratio)
+        low = lifted_q = lifted_p = 0.0
+        for ratio, q_i, p_i in by_ratio:  # the least likely in the draft are lifted first
+            if lacking <= 0 or (lifted_q > 0 and low <= ratio):
+                break
+            lifted_q, lifted_p = lifted_q + q_i, lifted_p + p_i
+            low = (lacking + lifted_p) / lifted_q
+        return clamped(q, p, min(low, 1.0), high)
+
+    best, low, up = q, 1.0, max(by_ratio[-1][0], 1.0)
+    if budget > 0 and f_divergence(divergence, law(up), q) <= budget:
+        return law(up)
+    for _ in range(64):
+        middle = math.sqrt(low) * math.sqrt(up)
+        h = law(middle)
+        if f_divergence(divergence, h, q) <= budget:
+            best, low = h, middle
+        else:
+            up = middle
+    return best if budget > 0 else q
 
 
 def law_aimed_at(q: list[float], n: int, gamma_n: float) -> list[float]:
@@ -52,9 +128,13 @@ def keep_at_most(h_n: float, p_n: float) -> float:
     return 1.0 if h_n >= p_n else h_n / p_n
 
 
+def raised_by(rule: Cactus, q_n: float, row: int) -> float:
+    return gamma(q_n, parameter(rule.delta, row), rule.divergence, rule.solver)
+
+
 def accept(rule: AcceptanceRule, q: list[float], p: list[float], n: int, row: int = 0) -> float:
     if isinstance(rule, Cactus):
-        return keep_at_most(gamma(q[n], parameter(rule.delta, row)), p[n])
+        return keep_at_most(raised_by(rule, q[n], row), p[n])
     if isinstance(rule, SpeculativeSampling):
         return keep_at_most(q[n], p[n])
     if isinstance(rule, TypicalAcceptance):
@@ -64,6 +144,11 @@ def accept(rule: AcceptanceRule, q: list[float], p: list[float], n: int, row: in
     if isinstance(rule, TopK):
         kth = sorted(q, reverse=True)[min(parameter(rule.k, row), len(q)) - 1]
         return float(q[n] > 0 and q[n] >= kth)
+    if isinstance(rule, Lenience):
+        return keep_at_most(q[n] / parameter(rule.leniency, row), p[n])
+    if isinstance(rule, Mentored):
+        h = mentored_law(tuple(q), tuple(p), parameter(rule.budget, row), rule.divergence)
+        return keep_at_most(h[n], p[n])
     if isinstance(rule, Mixture):
         w = parameter(rule.weight, row)
         return keep_at_most(w * q[n] + (1 - w) * p[n], p[n])
@@ -73,9 +158,12 @@ def accept(rule: AcceptanceRule, q: list[float], p: list[float], n: int, row: in
 def residual(rule: AcceptanceRule, q: list[float], p: list[float], n: int, row: int = 0) -> list[float]:
     """g, the law of what replaces n."""
     if isinstance(rule, Cactus):
-        h = law_aimed_at(q, n, gamma(q[n], parameter(rule.delta, row)))
+        h = law_aimed_at(q, n, raised_by(rule, q[n], row))
         weights = [max(0.0, h_i - p_i) for h_i, p_i in zip(h, p, strict=True)]
-    elif isinstance(rule, (SpeculativeSampling, Mixture)):
+    elif isinstance(rule, Mentored):
+        h = mentored_law(tuple(q), tuple(p), parameter(rule.budget, row), rule.divergence)
+        weights = [max(0.0, h_i - p_i) for h_i, p_i in zip(h, p, strict=True)]
+    elif isinstance(rule, (SpeculativeSampling, Mixture, Lenience)):
         weights = [max(0.0, q_i - p_i) for q_i, p_i in zip(q, p, strict=True)]
     elif isinstance(rule, TypicalAcceptance) and rule.recovery == "argmax":
         weights = [float(i == q.index(max(q))) for i in range(len(q))]
@@ -129,7 +217,7 @@ def verify_row(
             break
         num_verified += 1
         if isinstance(rule, Cactus):
-            gamma_n = gamma(q[n], parameter(rule.delta, row))
+            gamma_n = raised_by(rule, q[n], row)
             ball_kl[i] = divergence([gamma_n, 1 - gamma_n], [q[n], 1 - q[n]])
         if not uniforms[i] < accept(rule, q, p, n, row):
             next_token = invert(residual(rule, q, p, n, row), uniforms[-1])

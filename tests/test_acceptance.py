@@ -20,8 +20,8 @@ from cactus_hf.acceptance import (
     SpeculativeSampling,
     TopK,
     TypicalAcceptance,
-    gamma,
 )
+from cactus_hf.divergences import gamma
 from cactus_hf.parameters import check_num_rows, move_rule, repeat_rows, select_rows
 
 

@@ -19,6 +19,8 @@ from cactus_hf.acceptance import (
     TopK,
     TypicalAcceptance,
 )
+from cactus_hf.bounded_rules import Lenience, Mentored
+from cactus_hf.divergences import DIVERGENCES
 from cactus_hf.law import emitted_divergence, emitted_law
 
 
@@ -33,6 +35,14 @@ RULES = [
     TopK(100),
     Mixture(0.1),
     Mixture(0.7),
+    Lenience(0.3),
+    Lenience(1.0),
+    *(Cactus(0.3, divergence=name) for name in ("chi2", "reverse_kl", "neyman", "hellinger", "js")),
+    *(Cactus(0.1, divergence=name, solver="exact") for name in DIVERGENCES),
+    *(Mentored(0.1, name) for name in DIVERGENCES),
+    Mentored(0.0),
+    Mentored(1e-6),
+    Mentored(math.inf),
 ]
 # Sums of a few float64 numbers below 1: an error of 1e-12 is no rounding.
 EXACT = 1e-12
@@ -191,6 +201,8 @@ def test_leading_dimensions_and_parameters_per_row() -> None:
         (TypicalAcceptance(alpha=[0.1, 0.9, 3.0]), [TypicalAcceptance(alpha=a) for a in (0.1, 0.9, 3.0)]),
         (TopK([1, 2, 3]), [TopK(1), TopK(2), TopK(3)]),
         (Mixture([0.1, 0.5, 0.9]), [Mixture(0.1), Mixture(0.5), Mixture(0.9)]),
+        (Lenience([0.1, 0.5, 1.0]), [Lenience(0.1), Lenience(0.5), Lenience(1.0)]),
+        (Mentored([0.0, 0.2, math.inf]), [Mentored(0.0), Mentored(0.2), Mentored(math.inf)]),
     ):
         law = emitted_law(target, draft, rule)
         for row in range(3):

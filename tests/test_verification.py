@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.bounded_rules import Lenience, Mentored
 from cactus_hf.parameters import move_rule
 from cactus_hf.probabilities import draw
 from cactus_hf.verification import Verification, match_greedy, verify, verify_block
@@ -32,6 +33,11 @@ RULES = [
     TypicalAcceptance(recovery="sample"),
     TopK(2),
     Mixture(0.4),
+    Lenience(0.5),
+    Cactus(0.2, divergence="tv", solver="exact"),
+    Cactus(0.2, divergence="js", solver="exact"),
+    Mentored(0.1),
+    Mentored(INF, "tv"),
 ]
 RATIO_RULES = [rule for rule in RULES if not isinstance(rule, (TypicalAcceptance, TopK))]
 BAD_ROWS = {"NaN": [NAN, 0.0, 0.0], "+inf": [INF, 0.0, 0.0], "all -inf": [-INF, -INF, -INF]}
@@ -270,7 +276,9 @@ def test_what_lies_beyond_the_draft_lengths_is_ignored(rule: AcceptanceRule, dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("rule", [*RULES, Cactus([0.0, 1e-6, 0.3, INF]), TopK([1, 2, 3, 9])], ids=str)
+@pytest.mark.parametrize(
+    "rule", [*RULES, Cactus([0.0, 1e-6, 0.3, INF]), TopK([1, 2, 3, 9]), Mentored([0.0, 0.1, 1.0, INF])], ids=str
+)
 @pytest.mark.parametrize("has_draft_logits", [True, False])
 def test_agrees_with_the_slow_twin(rule: AcceptanceRule, has_draft_logits: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)

@@ -12,7 +12,9 @@ import reference
 import torch
 from torch import Tensor
 
-from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance, gamma
+from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.bounded_rules import Lenience, Mentored
+from cactus_hf.divergences import gamma
 from cactus_hf.law import emitted_law
 from cactus_hf.parameters import select_rows
 from cactus_hf.probabilities import draw
@@ -122,6 +124,11 @@ class TestLawOfDraws:
             TypicalAcceptance(alpha=[0.3, 0.3, 0.9, 0.5], recovery="sample"),
             TopK([2, 1, 3, 1]),
             Mixture([0.5, 0.5, 0.1, 0.9]),
+            Lenience([0.5, 0.9, 0.2, 1.0]),
+            Mentored([0.05, 1.0, 0.0, 0.2]),
+            Mentored([0.1, 0.5, 0.2, 0.02], "hellinger"),
+            Cactus([0.1, 0.5, 0.2, 0.02], divergence="tv", solver="exact"),
+            Cactus([0.1, 0.5, 0.2, 0.02], solver="exact"),
         ],
         ids=str,
     )
