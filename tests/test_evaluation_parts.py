@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from cactus_hf import Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf import Cactus, Lenience, Mentored, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
 from cactus_hf.evaluation.methods import Method, method_name, parse_rule
 from cactus_hf.evaluation.records import Answer, Records, parts, read
 from cactus_hf.evaluation.running import batches, share
@@ -34,6 +34,8 @@ def answer(question: int, method: str = "plain", length: int = 10, **counts: flo
         ("typical:0.2", TypicalAcceptance(0.2)),
         ("top-k", TopK()),
         ("top-k:7", TopK(7)),
+        ("lenience:0.5", Lenience(0.5)),
+        ("mentored:0.1", Mentored(0.1)),
     ],
 )
 def test_names_of_rules(name, rule):

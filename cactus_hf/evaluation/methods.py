@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from ..bounded_rules import Lenience, Mentored
 
 
 PLAIN = "plain"
@@ -26,6 +27,8 @@ RULES = {
     "mixture": RuleName(Mixture, "WEIGHT"),
     "typical": RuleName(TypicalAcceptance, "EPSILON", is_optional=True),
     "top-k": RuleName(TopK, "K", is_optional=True),
+    "lenience": RuleName(Lenience, "LENIENCY"),
+    "mentored": RuleName(Mentored, "BUDGET"),
 }
 
 
@@ -38,10 +41,6 @@ class Method(NamedTuple):
     @property
     def is_plain(self) -> bool:
         return self.name == PLAIN
-
-    @property
-    def is_lossless(self) -> bool:
-        return self.is_plain or self.name in ("sps", "cactus:0")
 
     def options(self, draft: Any) -> dict[str, Any]:
         """Its options of `generate()`; whatever the draft's own config says about lengths is set aside."""
