@@ -137,18 +137,21 @@ def test_the_model_stays_as_it_was(whole):
 
 
 def test_prediction_comes_true():
-    """Calls at another seed report what was predicted, lossless and not. Measured: within 2 %; seeds are fixed."""
+    """Calls at another seed report what was predicted, lossless and not; seeds are fixed.
+
+    At delta 1 this draft, of which half is kept, is .6 nats away, and texts go elsewhere than the target's.
+    """
     pair = tiny.vocabulary8(seed=0), tiny.vocabulary8(seed=1)
     prompts = [[3, 5, 2, 6]] * 256
     found = calibrate(pair, prompts, max_new_tokens=12, batch_size=256, temperature=1.0, deltas=(0.0, 0.2, 1.0))
     with enabled(pair[0]) as target:
         texts = Texts(target, pair[1], OPTIONS | {"do_sample": True, "max_new_tokens": 12, "temperature": 1.0})
-        for delta in (0.0, 0.2, 1.0):
+        for delta, tolerance in ((0.0, 0.05), (0.2, 0.05), (1.0, 0.1)):
             answer = found.at(delta)
             reported = check(texts, prompts, answer, 256, seed=7)
             for name in ("emitted_kl", "position_acceptance", "accepted_length"):
                 expected, got = getattr(answer, name).value, getattr(reported, name).value
-                assert got == pytest.approx(expected, rel=0.05, abs=1e-12), (delta, name)
+                assert got == pytest.approx(expected, rel=tolerance, abs=1e-12), (delta, name)
 
 
 @pytest.mark.parametrize(
@@ -192,14 +195,14 @@ def run(folders: list[str], *options: str) -> int:
 
 
 def test_command_as_json(folders, tmp_path):
-    options = ["--kl", "0.05", "--acceptance", "0.7", "--check", "2", "--resume", str(tmp_path / "run.jsonl")]
+    options = ["--kl", "0.05", "--acceptance", "0.5", "--check", "2", "--resume", str(tmp_path / "run.jsonl")]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert run(folders, "--json", *options, "--output", str(tmp_path / "config")) == 0
     assert out.getvalue().count("\n") == 1, "one object and nothing else"
     facts = json.loads(out.getvalue())
     first, second = facts["answers"]
     assert first["emitted_kl"]["value"] == pytest.approx(0.05) and facts["num_prompts"] == 3
-    assert second["position_acceptance"]["value"] == pytest.approx(0.7)
+    assert second["position_acceptance"]["value"] == pytest.approx(0.5)
     assert [each["num_prompts"] for each in facts["checks"]] == [2, 2]
     assert all(each["emitted_kl"]["value"] > 0 for each in facts["checks"])
     found = Calibration.from_json(tmp_path / "run.jsonl")

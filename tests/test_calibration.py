@@ -10,7 +10,7 @@ import reference
 import torch
 from torch import Tensor
 
-from cactus_hf import Cactus, Calibration, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf import Cactus, Calibration, Lenience, Mentored, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
 from cactus_hf.acceptance import AcceptanceRule
 from cactus_hf.calibration.files import Finished
 from cactus_hf.calibration.laws import Values, evaluate
@@ -27,6 +27,8 @@ RULES = (
     TypicalAcceptance(epsilon=0.3, alpha=0.9, recovery="sample"),
     TopK(2),
     Mixture(0.4),
+    Lenience(0.4),
+    Mentored(0.1),
 )
 # Sums of a few float64 numbers; KL near 0 is a difference of such
 EXACT = 1e-11

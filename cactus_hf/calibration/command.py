@@ -144,6 +144,10 @@ def _costs(folder: str) -> RoundCosts:
 
     from ..round_costs import RoundCosts
 
+    if not Path(folder, "generation_config.json").is_file():
+        raise ValueError(
+            f"--costs {folder}: there is no generation_config.json. Give what `cactus-hf tune --output` wrote."
+        )
     costs = getattr(GenerationConfig.from_pretrained(folder, local_files_only=True), "speculation_costs", None)
     if costs is None:
         raise ValueError(f"--costs {folder}: its generation config has no `speculation_costs`. Run `cactus-hf tune`.")

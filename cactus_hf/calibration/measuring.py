@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..acceptance import AcceptanceRule, Cactus, Mixture, TopK, TypicalAcceptance
 from ..arguments import Prompt, encode
+from ..bounded_rules import Lenience, Mentored
 from ..law import has_closed_form
 from ..parameters import check_delta, is_integer
 from .files import Finished, Record
@@ -29,6 +30,8 @@ RULES: tuple[AcceptanceRule, ...] = (
     TypicalAcceptance(),
     TypicalAcceptance(recovery="sample"),
     *map(TopK, (1, 3, 5)),
+    *map(Lenience, (0.7, 0.5, 0.3, 0.1)),
+    *map(Mentored, (0.01, 0.03, 0.1, 0.3)),
     *map(Mixture, (0.9, 0.7, 0.5, 0.3, 0.1)),
 )
 

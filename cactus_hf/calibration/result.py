@@ -14,12 +14,11 @@ from torch import Tensor
 from ..parameters import is_integer
 from ..round_costs import RoundCosts
 from . import files
-from .rounds import FIELDS
+from .rounds import FIELDS, LOSSLESS
 
 
 POSITION_FIELDS = ("positions", "acceptance", "kl", "tv")  # sums over all positions of a text
 RESAMPLES = 1000
-ROUNDING = 1e-9  # nats; more than rounding leaves of a KL that is 0
 # Numerator and denominator of what a run reports as `.speculation.<name>`
 RATIOS = {
     "position_acceptance": ("accepted", "verified"),
@@ -142,7 +141,7 @@ class Calibration:
         curves = self._curves(name, m)
         whole = curves.sum(0)
         lowest, highest = (float(whole[i, 0] / whole[i, 1]) for i in (0, -1))
-        if not lowest - ROUNDING <= wanted <= highest:
+        if not lowest - LOSSLESS <= wanted <= highest:
             raise ValueError(
                 f"The {'KL' if acceptance is None else 'acceptance'} {wanted:g} is not reached: with {m} drafts a "
                 f"round it is {lowest:.4g} at delta {self.deltas[0]:g} and {highest:.4g} at delta "

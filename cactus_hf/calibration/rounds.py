@@ -17,6 +17,7 @@ from torch import Tensor
 from .laws import Values
 
 
+LOSSLESS = 1e-9  # nats; more than rounding leaves of a KL that is 0
 # Sums over the rounds of a text, in this order
 FIELDS = ("rounds", "verified", "accepted", "kl", "tv", "ball_kl")
 
@@ -36,7 +37,9 @@ def round_sums(values: Values, is_drafted: Tensor, longest: int, max_new_tokens:
         `torch.Tensor` of shape [S, M, 6], float64: for each rule and draft length m = 1 ... M the sums of `FIELDS`.
     """
     num_positions, num_rules = values.acceptance.shape
-    begins = _begins(values.acceptance, longest, max_new_tokens)  # [N, S, M]
+    # Where the texts are the rule's own, a token tells more of whether a draft was kept than the laws do
+    is_own = values.kl.amax(0) < LOSSLESS
+    begins = _begins(torch.where(is_own, values.kept, values.acceptance), longest, max_new_tokens)  # [N, S, M]
     kept = _windows(values.kept, longest)  # [N, S, M], the last one over the places of a round
     reached = torch.cat([torch.ones_like(kept[..., :1]), kept[..., :-1]], -1).cumprod(-1)
     room = max_new_tokens - 1 - torch.arange(num_positions)
@@ -55,13 +58,13 @@ def _windows(values: Tensor, longest: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, 0, 0, longest - 1)).unfold(0, longest, 1)
 
 
-def _begins(acceptance: Tensor, longest: int, max_new_tokens: int) -> Tensor:
-    """[N, S, M]: the chance that a round begins at a position, for each draft length."""
-    num_positions, num_rules = acceptance.shape
-    windows = _windows(acceptance, longest)
+def _begins(chances: Tensor, longest: int, max_new_tokens: int) -> Tensor:
+    """[N, S, M]: how likely a round begins at a position, for each draft length, by the chances [N, S] of a draft."""
+    num_positions, num_rules = chances.shape
+    windows = _windows(chances, longest)
     reached = torch.cat([torch.ones_like(windows[..., :1]), windows], -1).cumprod(-1)  # [N, S, M + 1]
     ends = reached[..., :-1] * (1 - windows)  # at each place of a round, its first rejection
-    begins = acceptance.new_zeros(num_positions + longest + 1, num_rules, longest)
+    begins = chances.new_zeros(num_positions + longest + 1, num_rules, longest)
     begins[1:2] = 1.0
     place, every = torch.arange(longest)[:, None, None], torch.arange(longest)
     for position in range(1, num_positions):
