@@ -195,7 +195,7 @@ def _report(args: argparse.Namespace, task: Any, records: Records, methods: list
     if args.json:
         facts = {"settings": records.settings, "batch_size": args.batch_size, "versions": versions()}
         facts["git_revision"] = git_revision()
-        lines = [json.dumps({**entry(each, summaries), **facts}) for each in summaries]
+        lines = [json.dumps({**entry(each, summaries), **facts}, allow_nan=False) for each in summaries]
         Path(args.json).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from ..report import json_number
 from .summary import Summary, compare
 
 
@@ -38,11 +40,11 @@ def _cells(summary: Summary, all_of_task: Sequence[Summary]) -> tuple[str, ...]:
 
     def shown(name: str, form: str, factor: float = 1.0) -> str:
         value = facts[name]
-        return "-" if value is None else format(value * factor, form)
+        return "-" if value is None else format(float(value) * factor, form)
 
     against = "-"
     if facts["difference"] is not None:
-        against = f"{facts['difference'] * 100:+.1f} ({facts['difference_error'] * 100:.1f})"
+        against = f"{facts['difference'] * 100:+.1f} ({shown('difference_error', '.1f', 100)})"
     return (
         summary.method.name,
         shown("num_assistant_tokens", ".0f"),
@@ -75,9 +77,9 @@ def entry(summary: Summary, all_of_task: Sequence[Summary]) -> dict[str, Any]:
         "num_assistant_tokens": summary.method.num_drafts,
         "questions": len(summary.scores),
         "score": summary.score,
-        "error": summary.error,
+        "error": _or_none(summary.error),
         "difference": difference and difference.value,
-        "difference_error": difference and difference.error,
+        "difference_error": difference and _or_none(difference.error),
         "better": difference and difference.num_better,
         "worse": difference and difference.num_worse,
         "p_value": difference and difference.p_value,
@@ -86,9 +88,14 @@ def entry(summary: Summary, all_of_task: Sequence[Summary]) -> dict[str, Any]:
         "rejected": wasted,
         "rejected_relative": wasted / least if wasted is not None and least else None,
         "ball_kl": counts and counts.ball_kl,
-        "emitted_kl": summary.emitted_kl,
+        "emitted_kl": None if summary.emitted_kl is None else json_number(summary.emitted_kl),
         "emitted_tv": summary.emitted_tv,
         "tokens_per_second": summary.tokens_per_second,
         "mean_length": summary.mean_length,
         "cut": summary.cut,
     }
+
+
+def _or_none(value: float) -> float | None:
+    """The error of a single question is not known."""
+    return None if math.isnan(value) else value
