@@ -36,6 +36,7 @@ class Drafted(NamedTuple):
     rank: Tensor | None = None  # number of tokens strictly more likely to the target; there if the rule needs "rank"
     raised_prob: Tensor | None = None  # gamma_n, if the rule's `raised_prob` was asked before
     from_rows: Tensor | None = None  # [..., k], what `read_rows` made of both rows; there if the rule needs "rows"
+    delta: Tensor | None = None  # what `kl_budget.py` found at the position; there if the rule needs "delta"
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class AcceptanceRule(ABC):
     Class attributes:
         needs (`frozenset[str]`):
             What `accept` reads of [`Drafted`] beyond the two probabilities: `"entropy"` and `"rank"`, each a pass over
-            the target's rows, and `"rows"`, `from_rows`.
+            the target's rows, `"rows"`, `from_rows`, and `"delta"`, which goes by both rows as well.
         shares_residual (`bool`):
             Whether `residual` is the same whichever token was rejected. [`emitted_law`] relies on it.
     """
@@ -113,11 +114,20 @@ class Cactus(AcceptanceRule):
     ln(1 + 2 delta) nats; with `solver="exact"`, D(h || q) is at most delta. As h changes with `n`, the law emitted is
     yet another one: see [`emitted_law`].
 
+    Either `delta` is given, or a budget of the emitted law's own divergence, for which each position's delta is then
+    found: the largest that keeps within it. That takes whole rows of both laws.
+
     Args:
         delta (`float` or `Tensor` of shape `[B]`):
             Budget in nats. 0 is speculative sampling, exactly; `inf` keeps every token that the target can emit.
+        kl_budget (`float` or `Tensor` of shape `[B]`):
+            Most nats of KL(h_alg || q) at a position, h_alg being the law that it emits.
+        kl_total (`float` or `Tensor` of shape `[B]`):
+            Most nats that the positions of a sequence may have in sum, up to and including each round's first
+            rejection; what follows them is lossless. With or without `kl_budget`. [`verify`] takes its block for all
+            there is of a sequence; `generate()` carries on what is left.
         divergence (`str`, *optional*, defaults to `"kl"`), solver (`str`, *optional*, defaults to `"taylor"`):
-            What the budget bounds, and how gamma is found: see [`gamma`].
+            What delta bounds, and how gamma is found: see [`gamma`].
 
     Example:
 
@@ -131,19 +141,34 @@ class Cactus(AcceptanceRule):
     ```
     """
 
-    delta: Parameter
+    delta: Parameter | None = None
+    kl_budget: Parameter | None = field(default=None, kw_only=True)
+    kl_total: Parameter | None = field(default=None, kw_only=True)
     divergence: str = field(default="kl", kw_only=True)
     solver: str = field(default="taylor", kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "delta", check_delta(self.delta))
+        given = [name for name in ("delta", "kl_budget", "kl_total") if getattr(self, name) is not None]
+        if not given or ("delta" in given and len(given) > 1):
+            raise ValueError(
+                "`Cactus` takes either `delta`, or `kl_budget` and `kl_total` or one of these; got "
+                f"{' and '.join(f'`{name}`' for name in given) or 'none of them'}."
+            )
+        for name in given:
+            object.__setattr__(self, name, check_delta(getattr(self, name), name))
+        if "delta" not in given:
+            object.__setattr__(self, "needs", frozenset({"delta"}))  # this one's, over the class's own
         check_divergence(self.divergence, self.solver)
 
     def raised_prob(self, drafted: Drafted) -> Tensor:
         if drafted.raised_prob is not None:
             return drafted.raised_prob
-        delta = per_row(self.delta, drafted.target_prob)
-        return raise_prob(drafted.target_prob, delta, self.divergence, self.solver)
+        delta = drafted.delta if self.delta is None else per_row(self.delta, drafted.target_prob)
+        return self.raise_to(drafted.target_prob, cast(Tensor | float, delta))
+
+    def raise_to(self, target_prob: Tensor, delta: Tensor | float) -> Tensor:
+        """gamma at a delta that broadcasts against q_n."""
+        return raise_prob(target_prob, delta, self.divergence, self.solver)
 
     def accept(self, drafted: Drafted) -> Tensor:
         return keep_at_most(self.raised_prob(drafted), drafted.draft_prob)

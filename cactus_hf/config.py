@@ -15,9 +15,19 @@ from .round_costs import RoundCosts
 
 
 # Keywords of `generate()` that this package adds
-KEYWORDS = ("cactus_delta", "acceptance_rule", "speculation_kl", "generator", "speculation_costs")
+KEYWORDS = (
+    "cactus_delta",
+    "cactus_kl",
+    "cactus_kl_total",
+    "acceptance_rule",
+    "speculation_kl",
+    "generator",
+    "speculation_costs",
+)
 # Those that may also stand in a generation config
-CONFIG_KEYWORDS = ("cactus_delta", "speculation_costs")
+CONFIG_KEYWORDS = ("cactus_delta", "cactus_kl", "cactus_kl_total", "speculation_costs")
+# Parameters of `Cactus`, by the keyword that stands for each
+CACTUS_KEYWORDS = {"cactus_delta": "delta", "cactus_kl": "kl_budget", "cactus_kl_total": "kl_total"}
 # Options of transformers that settle the draft length, with our name for each
 LENGTH_KEYWORDS = {
     "num_assistant_tokens": "num_tokens",
@@ -91,12 +101,10 @@ def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOpt
     _refuse_conflicts(call, configs)
     wants_kl = _checked_flag(own.get("speculation_kl", False))
     rule = own.get("acceptance_rule")
-    delta = own.get("cactus_delta")
-    is_explicit = rule is not None or delta is not None
-    if not is_explicit and call.get("assistant_ensemble_weight") is None:  # which chooses transformers' own rule
-        delta = next((d for config in configs if (d := _delta_of(config)) is not None), None)
-    if rule is None and delta is not None:
-        rule = Cactus(check_delta(delta, "cactus_delta"))
+    is_explicit = rule is not None or any(name in own for name in CACTUS_KEYWORDS)
+    if rule is None:
+        # The ensemble weight chooses transformers' own rule, over what configs say
+        rule = _cactus_of([own] if call.get("assistant_ensemble_weight") is not None else [own, *configs])
     if rule is None:
         extras = [name for name, value in own.items() if value is not False]
         if extras:
@@ -139,24 +147,33 @@ def _checked_flag(value: Any) -> bool:
     return value
 
 
-def _delta_of(config: Any) -> Any:
-    delta = getattr(config, "cactus_delta", None)
-    if isinstance(delta, torch.Tensor):
-        raise TypeError(
-            "`generation_config.cactus_delta` must be a number or a list of numbers, as it is saved as JSON: got a "
-            "tensor. Use `.tolist()`."
-        )
-    return delta
+def _cactus_of(sources: Sequence[Any]) -> Cactus | None:
+    """The rule that keywords ask for: one source may say the budget of a position, a later one that of a sequence."""
+    parameters: dict[str, Any] = {}
+    for source in sources:
+        values = given(source, list(CACTUS_KEYWORDS))
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and not isinstance(source, dict):
+                raise TypeError(
+                    f"`generation_config.{name}` must be a number or a list of numbers, as it is saved as JSON: got a "
+                    "tensor. Use `.tolist()`."
+                )
+        if not parameters or ("cactus_delta" not in parameters and "cactus_delta" not in values):
+            parameters = values | parameters
+    if not parameters:
+        return None
+    return Cactus(**{CACTUS_KEYWORDS[name]: check_delta(value, name) for name, value in parameters.items()})
 
 
 def _refuse_conflicts(call: dict[str, Any], configs: Sequence[Any]) -> None:
     choices = ("cactus_delta", "acceptance_rule", "assistant_ensemble_weight")
     for source in (call, *configs):
-        rules = given(source, choices)
-        if len(rules) > 1:
+        rules, budgets = given(source, choices), given(source, ("cactus_kl", "cactus_kl_total"))
+        if len(rules) + bool(budgets) > 1:
             raise ValueError(
-                f"{_names(rules)} each choose the acceptance rule: give one of them. "
-                "(`cactus_hf.Mixture(weight)` is the ensemble weight as an `acceptance_rule`.)"
+                f"{_names(rules | budgets)} each choose the acceptance rule: give one of them. "
+                "(`cactus_hf.Mixture(weight)` is the ensemble weight as an `acceptance_rule`, and `cactus_kl` and "
+                "`cactus_kl_total` go together.)"
             )
 
 
@@ -179,8 +196,6 @@ def rule_for_rows(
 ) -> AcceptanceRule:
     """The rule for the `num_rows` returned rows: its parameters may have one value an input row or a returned row."""
     rule = move_rule(rule, device)
-    num_values = {len(value) for value in vars(rule).values() if isinstance(value, torch.Tensor)}
-    if num_return_sequences > 1 and num_values == {num_rows // num_return_sequences}:
-        rule = repeat_rows(rule, num_return_sequences)
+    rule = repeat_rows(rule, num_rows // num_return_sequences, num_return_sequences)
     check_num_rows(rule, num_rows)
     return rule

@@ -42,7 +42,8 @@ class SpeculationStats:
         kinds (`torch.Tensor` of shape [R, N], int8): the [`TokenKind`] of each generated token.
         ball_kl_sum (`torch.Tensor` of shape [R], float64): summed KL(h || q) in nats of the laws aimed at.
         emitted_kl_sum, emitted_tv_sum (`torch.Tensor` of shape [R], float64, *optional*): summed KL in nats and total
-            variation between the law really emitted and the target's; only with `speculation_kl=True`.
+            variation between the law really emitted and the target's; only with `speculation_kl=True` or a budget of
+            it (`cactus_kl`, `cactus_kl_total`).
     """
 
     drafted: Tensor
@@ -92,6 +93,21 @@ class SpeculationStats:
         if not asked for.
         """
         return None if self.emitted_tv_sum is None else _ratio(self.emitted_tv_sum, self.verified)
+
+    @property
+    def emitted_kl_total(self) -> float | None:
+        """Mean KL in nats a row between the law of its verified positions and the target's; `None` if not asked for.
+
+        By the chain rule this is the divergence of whole texts from the target's, on average over texts.
+        """
+        return None if self.emitted_kl_sum is None else float(self.emitted_kl_sum.mean())
+
+    @property
+    def emitted_tv_total(self) -> float | None:
+        """Mean sum a row of the verified positions' total variation, an upper bound of that of whole texts; `None` if
+        not asked for.
+        """
+        return None if self.emitted_tv_sum is None else float(self.emitted_tv_sum.mean())
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> float:

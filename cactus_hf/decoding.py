@@ -13,6 +13,7 @@ from .cached_model import CachedModel
 from .counters import Recorder, Round
 from .draft_length import Schedule
 from .drafting import Drafts, DraftSource, no_drafts
+from .kl_budget import has_budget, spent
 from .law import emitted_divergence
 from .logits import BlockProcessor
 from .outputs import TokenRows
@@ -89,7 +90,7 @@ class Decoder:
             drafts = self.source.propose(self.sequences, lengths, draws[:, :num_drafts])
         logits = self.target.score(self._with_last(drafts), self.sequences.slots(-1))
         verdict, target_logits = self._verify(logits, drafts, draws[:, num_drafts:])
-        divergence = self._divergence(target_logits, drafts)
+        divergence = self._divergence(verdict, target_logits, drafts)
         round = self._commit(verdict, drafts, logits, target_logits, *divergence)
         self.schedule.update(round.rows, round.num_drafted, round.num_accepted)
         self.recorder.add(round)
@@ -119,8 +120,11 @@ class Decoder:
             uniforms = torch.cat([uniforms[:, :num_drafts], uniforms[:, -1:]], dim=1)
         return verify_block(target_logits, tokens, laws, self.rule, lengths, uniforms, normaliser), target_logits
 
-    def _divergence(self, target_logits: Tensor, drafts: Drafts) -> tuple[Tensor, ...]:
-        """The emitted law's KL and TV [B, m], if asked for."""
+    def _divergence(self, verdict: Verification, target_logits: Tensor, drafts: Drafts) -> tuple[Tensor, ...]:
+        """The emitted law's KL and TV [B, m], if asked for; what they take of a budget is gone for the next rounds."""
+        if has_budget(self.rule) and verdict.emitted_kl is not None and verdict.emitted_tv is not None:
+            self.rule = spent(self.rule, verdict.emitted_kl.sum(1))
+            return verdict.emitted_kl, verdict.emitted_tv
         if not self.recorder.with_emitted:
             return ()
         if self.rule is None:

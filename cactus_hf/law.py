@@ -16,8 +16,9 @@ from torch import Tensor
 
 from .acceptance import AcceptanceRule, Cactus, Drafted, scale_of_others
 from .checks import check_laws
+from .kl_budget import find_deltas, has_budget
 from .parameters import move_rule
-from .probabilities import laws_at
+from .probabilities import laws_at, on_support
 
 
 def emitted_law(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> Tensor:
@@ -78,7 +79,7 @@ def emitted_divergence(
         cannot; the other rules keep the target's support. Nothing is checked: logits that are no law give NaN.
     """
     if draft_logits is not None:
-        target_logits, draft_logits = _on_support(target_logits, draft_logits)
+        target_logits, draft_logits = on_support(target_logits, draft_logits)
     kl = torch.zeros(target_logits.shape[:2], dtype=torch.float64, device=target_logits.device)
     tv = torch.zeros_like(kl)
     if draft_logits is None and draft_tokens is None:
@@ -90,20 +91,6 @@ def emitted_divergence(
         kl[:, position] = (torch.xlogy(law, law) - torch.xlogy(law, target_probs)).sum(-1).clamp(min=0)
         tv[:, position] = (law - target_probs).abs().sum(-1) / 2
     return kl, tv
-
-
-def _on_support(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Both without the tokens that neither of them can draw at any position: behind a top-k hardly any are left.
-
-    Only on a CPU, as a GPU would have to be asked how many there are.
-    """
-    if not target_logits.is_cpu or target_logits.shape != draft_logits.shape:
-        return target_logits, draft_logits
-    possible = ((target_logits > -torch.inf) | (draft_logits > -torch.inf)).flatten(0, -2).any(0)
-    tokens = possible.nonzero().squeeze(-1)
-    if len(tokens) > target_logits.shape[-1] // 2:
-        return target_logits, draft_logits
-    return target_logits[..., tokens], draft_logits[..., tokens]
 
 
 def has_closed_form(rule: AcceptanceRule) -> bool:
@@ -133,7 +120,9 @@ def emission(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) ->
 
 def _draft_every_token(target_probs: Tensor, draft_probs: Tensor, rule: AcceptanceRule) -> Drafted:
     """What the rule would know of each token of the vocabulary, had that one been drafted."""
-    entropy = rank = from_rows = None
+    entropy = rank = from_rows = delta = None
+    if has_budget(rule):
+        delta = find_deltas(target_probs, draft_probs, rule).delta.unsqueeze(-1)
     if "entropy" in rule.needs:
         entropy = torch.special.entr(target_probs).sum(-1, keepdim=True)
     if "rank" in rule.needs:
@@ -141,7 +130,7 @@ def _draft_every_token(target_probs: Tensor, draft_probs: Tensor, rule: Acceptan
         rank = target_probs.shape[-1] - torch.searchsorted(ascending, target_probs.contiguous(), right=True)
     if "rows" in rule.needs:
         from_rows = rule.read_rows(target_probs, draft_probs).unsqueeze(-2)
-    return Drafted(target_probs, draft_probs, entropy, rank, from_rows=from_rows)
+    return Drafted(target_probs, draft_probs, entropy, rank, from_rows=from_rows, delta=delta)
 
 
 def _cactus_law(target_probs: Tensor, draft_probs: Tensor, raised_probs: Tensor) -> Tensor:

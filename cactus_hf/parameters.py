@@ -78,9 +78,14 @@ def select_rows(rule: Rule, index: Tensor) -> Rule:
     return _map_tensor_fields(rule, lambda value: value[index.to(value.device)])
 
 
-def repeat_rows(rule: Rule, repeats: int) -> Rule:
-    """The rule for a batch in which every row stands `repeats` times in succession (`num_return_sequences`)."""
-    return _map_tensor_fields(rule, lambda value: value.repeat_interleave(repeats))
+def repeat_rows(rule: Rule, num_rows: int, repeats: int) -> Rule:
+    """The rule for a batch in which each of `num_rows` stands `repeats` times in succession (`num_return_sequences`).
+
+    Parameters that have not one value for each of these rows are left as they are.
+    """
+    return _map_tensor_fields(
+        rule, lambda value: value.repeat_interleave(repeats) if len(value) == num_rows else value
+    )
 
 
 def move_rule(rule: Rule, device: torch.device) -> Rule:

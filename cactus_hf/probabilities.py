@@ -44,6 +44,20 @@ def normalise(logits: Tensor) -> Normaliser:
     return Normaliser(peak.double().view(logits.shape[:-1]), total.double().view(logits.shape[:-1]))
 
 
+def on_support(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Both without the tokens that neither of them can draw at any position: behind a top-k hardly any are left.
+
+    Only on a CPU, as a GPU would have to be asked how many there are.
+    """
+    if not target_logits.is_cpu or target_logits.shape != draft_logits.shape:
+        return target_logits, draft_logits
+    possible = ((target_logits > -torch.inf) | (draft_logits > -torch.inf)).flatten(0, -2).any(0)
+    tokens = possible.nonzero().squeeze(-1)
+    if len(tokens) > target_logits.shape[-1] // 2:
+        return target_logits, draft_logits
+    return target_logits[..., tokens], draft_logits[..., tokens]
+
+
 def token_logits(logits: Tensor, tokens: Tensor) -> Tensor:
     """The logits [B, T] of `tokens` [B, T] among `logits` [B, T or more, V]."""
     return logits[:, : tokens.shape[1]].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

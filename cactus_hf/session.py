@@ -17,6 +17,7 @@ from .compiled import MOST_COLUMNS, check_static
 from .config import SpeculationOptions, rule_for_rows
 from .decoding import Decoder
 from .draft_length import SCHEDULES, Schedule, make_schedule
+from .kl_budget import has_budget
 from .logits import BlockProcessor
 from .outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput, TokenRows
 from .parameters import select_rows
@@ -74,7 +75,7 @@ def speculate(
     length.check_timing(bool(ranks.groups), options.generator is not None)
     schedule = SCHEDULES.index(length.schedule), hash(length.costs) if length.costs is not None else 0
     drafting = (draft is None, length.num_tokens, *schedule, length.confidence_threshold > 0)
-    others = (max_length, bool(stopping.others), bool(config.do_sample), options.speculation_kl)
+    others = (max_length, bool(stopping.others), bool(config.do_sample), options.speculation_kl or has_budget(rule))
     ranks.check_alike(input_ids, padding, drafting + others)
     is_users_cache = target.is_users(inputs.get(target.cache_name))
     session = Session(
@@ -88,7 +89,7 @@ def speculate(
         make_schedule(length, num_rows, sources.needs_generator or config.cache_implementation == "static"),
         stopping,
         uniforms if config.do_sample else NoUniforms(),
-        counters.Recorder(num_rows, options.speculation_kl),
+        counters.Recorder(num_rows, with_emitted=options.speculation_kl or has_budget(rule)),
         ranks,
         streamer,
         is_cache_returned=is_returned or is_users_cache,

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import kernels
 from .acceptance import AcceptanceRule, Drafted
 from .checks import bad_target_error, check_block, check_draft_lengths, check_uniforms, warn_bad_draft
+from .kl_budget import binary_kl, find_deltas_of_block, has_budget
 from .parameters import move_rule
 from .probabilities import LEAST_TOTAL, Normaliser, draw, laws_at, normalise, row_probs, token_logits, widened
 
@@ -29,6 +30,9 @@ class Verification(NamedTuple):
     num_verified: Tensor  # [B] int64; positions up to and including the first rejection
     draft_lengths: Tensor  # [B] int64; drafted tokens up to the first draft row that is no law
     bad_target: Tensor  # [B] int64; position of the first target row that is no law, else -1: see `bad_target_error`
+    # Of a rule with `kl_budget` or `kl_total`, [B, m] float64; 0 if not verified
+    emitted_kl: Tensor | None = None  # KL(h_alg || q) in nats of the law emitted
+    emitted_tv: Tensor | None = None  # its total variation distance from q
 
 
 def verify(
@@ -140,9 +144,9 @@ def verify_block(
         lengths = num_leading(is_drafted & draft.peak.isfinite())
         draft_prob = draft.probability(token_logits(draft_logits, tokens))
     entropy, rank = _entropy_and_rank(rule.needs, target_logits[:, :num_drafted], tokens)
-    drafted = Drafted(
-        target_prob, draft_prob, entropy, rank, from_rows=_from_rows(rule, target_logits, draft_logits, tokens)
-    )
+    from_rows = _from_rows(rule, target_logits, draft_logits, tokens)
+    found = find_deltas_of_block(target_logits, draft_logits, rule, target_prob) if has_budget(rule) else None
+    drafted = Drafted(target_prob, draft_prob, entropy, rank, from_rows=from_rows, delta=found and found.delta)
     drafted = drafted._replace(raised_prob=rule.raised_prob(drafted))
 
     tests = uniforms[:, :num_drafted].double()
@@ -159,15 +163,17 @@ def verify_block(
     next_token = draw(weights, uniforms[:, num_drafted])
 
     is_lossless = tests * draft_prob < target_prob  # u < q/p
-    ball_kl = _binary_kl(drafted)
+    is_verified = position < num_verified.unsqueeze(1)
     return Verification(
         num_accepted=num_accepted,
         next_token=next_token,
         is_boosted=(position < num_accepted.unsqueeze(1)) & ~is_lossless,
-        ball_kl=ball_kl.where(position < num_verified.unsqueeze(1), 0.0),
+        ball_kl=_ball_kl(drafted).where(is_verified, 0.0),
         num_verified=num_verified,
         draft_lengths=lengths,
         bad_target=_first_bad_target(target.peak, draft_lengths, num_accepted),
+        emitted_kl=found and found.kl.where(is_verified, 0.0),
+        emitted_tv=found and found.tv.where(is_verified, 0.0),
     )
 
 
@@ -254,17 +260,12 @@ def _from_rows(
     return torch.stack([rule.read_rows(target, draft) for target, draft in laws], dim=1)
 
 
-def _binary_kl(drafted: Drafted) -> Tensor:
+def _ball_kl(drafted: Drafted) -> Tensor:
     """KL(h || q) in nats: that of (gamma, 1 - gamma) from (q_n, 1 - q_n), as the others keep their proportions."""
     target_prob, raised_prob = drafted.target_prob, drafted.raised_prob
     if raised_prob is None or raised_prob is target_prob:
         return torch.zeros_like(target_prob)
-    smallest = torch.finfo(target_prob.dtype).tiny
-    gain = raised_prob - target_prob
-    # At q = 0 and q = 1 gamma is q, and both terms are 0. log1p, because gamma is near q when the budget is small.
-    risen = torch.special.xlog1py(raised_prob, gain / target_prob.clamp(min=smallest))
-    fallen = torch.special.xlog1py(1 - raised_prob, -gain / (1 - target_prob).clamp(min=smallest))
-    return (risen + fallen).clamp(min=0)
+    return binary_kl(target_prob, raised_prob)
 
 
 def _first_bad_target(peak: Tensor, draft_lengths: Tensor, num_accepted: Tensor) -> Tensor:

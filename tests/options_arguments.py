@@ -185,13 +185,37 @@ OWN = (
         ),
     ),
     honoured(
+        "cactus_kl",
+        "most nats of the emitted law's divergence at a position, one number or one a row, instead of `cactus_delta`; "
+        "also in a `generation_config`; see [budget.md](budget.md)",
+        0.1,
+        tests=(
+            "test_kl_budget.py::test_by_enumeration_no_budget_is_exceeded_and_hardly_any_is_left",
+            "test_budget_generate.py::test_a_budget_of_each_row",
+            "test_budget_generate.py::test_survive_saving",
+            "test_validation.py::test_bad_options",
+        ),
+    ),
+    honoured(
+        "cactus_kl_total",
+        "most nats of all positions of a row together, with or without `cactus_kl`; then the row is lossless; also in "
+        "a `generation_config`",
+        0.5,
+        tests=(
+            "test_kl_budget.py::test_no_sum_exceeds_the_total",
+            "test_budget_generate.py::test_a_total",
+            "test_budget_generate.py::test_no_row_spends_more_than_its_total",
+            "test_budget_generate.py::test_each_returned_row_has_a_total",
+        ),
+    ),
+    honoured(
         "acceptance_rule",
         "instead of `cactus_delta`",
         tests=("test_decoding.py::test_other_rules_sample_the_law_of_their_rounds",),
     ),
     honoured(
         "speculation_kl",
-        "measures the divergence of the emitted law",
+        "measures the divergence of the emitted law; with `cactus_kl` and `cactus_kl_total` it is known anyway",
         tests=("test_decoding.py::test_acceptance_and_divergence_grow_with_delta",),
     ),
     honoured(

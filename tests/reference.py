@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 from torch import Tensor
@@ -128,13 +129,45 @@ def keep_at_most(h_n: float, p_n: float) -> float:
     return 1.0 if h_n >= p_n else h_n / p_n
 
 
-def raised_by(rule: Cactus, q_n: float, row: int) -> float:
-    return gamma(q_n, parameter(rule.delta, row), rule.divergence, rule.solver)
+def delta_of(rule: Cactus, q: list[float], p: list[float], row: int = 0) -> float:
+    if rule.delta is not None:
+        return parameter(rule.delta, row)
+    budgets = [parameter(limit, row) for limit in (rule.kl_budget, rule.kl_total) if limit is not None]
+    return largest_delta(tuple(q), tuple(p), min(budgets), rule.divergence, rule.solver)
+
+
+@cache
+def largest_delta(q: tuple[float, ...], p: tuple[float, ...], budget: float, kind: str, solver: str) -> float:
+    """The largest delta of which KL(h_alg || q) is at most the budget, to 7 digits; by halving."""
+
+    def fits(delta: float) -> bool:
+        law = emitted_law(Cactus(delta, divergence=kind, solver=solver), list(q), list(p))
+        return divergence(law, list(q)) <= budget
+
+    if budget == 0 or fits(math.inf):
+        return math.inf if budget else 0.0
+    low, high = -30.0, 30.0  # of log2(delta)
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(2**middle) else (low, middle)
+    return 2**low
+
+
+def after_position(rule: AcceptanceRule, q: list[float], p: list[float]) -> AcceptanceRule:
+    """The rule for the position behind this one: what this one emits goes off `kl_total`."""
+    if not isinstance(rule, Cactus) or rule.kl_total is None:
+        return rule
+    spent = divergence(emitted_law(rule, q, p), q)
+    return replace(rule, kl_total=max(0.0, rule.kl_total - spent))
+
+
+def raised_by(rule: Cactus, q: list[float], p: list[float], n: int, row: int) -> float:
+    return gamma(q[n], delta_of(rule, q, p, row), rule.divergence, rule.solver)
 
 
 def accept(rule: AcceptanceRule, q: list[float], p: list[float], n: int, row: int = 0) -> float:
     if isinstance(rule, Cactus):
-        return keep_at_most(raised_by(rule, q[n], row), p[n])
+        return keep_at_most(raised_by(rule, q, p, n, row), p[n])
     if isinstance(rule, SpeculativeSampling):
         return keep_at_most(q[n], p[n])
     if isinstance(rule, TypicalAcceptance):
@@ -158,7 +191,7 @@ def accept(rule: AcceptanceRule, q: list[float], p: list[float], n: int, row: in
 def residual(rule: AcceptanceRule, q: list[float], p: list[float], n: int, row: int = 0) -> list[float]:
     """g, the law of what replaces n."""
     if isinstance(rule, Cactus):
-        h = law_aimed_at(q, n, raised_by(rule, q[n], row))
+        h = law_aimed_at(q, n, raised_by(rule, q, p, n, row))
         weights = [max(0.0, h_i - p_i) for h_i, p_i in zip(h, p, strict=True)]
     elif isinstance(rule, Mentored):
         h = mentored_law(tuple(q), tuple(p), parameter(rule.budget, row), rule.divergence)

@@ -26,7 +26,7 @@ def round_law(target: Law, draft: Law, rule: AcceptanceRule, num_drafts: int, nu
     target, draft = cache(target), cache(draft)
     law: dict[Text, float] = {}
 
-    def go_on(text: Text, chance: float, place: int) -> None:
+    def go_on(text: Text, chance: float, place: int, rule: AcceptanceRule) -> None:
         if chance == 0.0:
             return
         if len(text) == num_tokens:
@@ -35,15 +35,16 @@ def round_law(target: Law, draft: Law, rule: AcceptanceRule, num_drafts: int, nu
         q = target(text)
         if place == num_drafts:
             for token, q_x in enumerate(q):
-                go_on((*text, token), chance * q_x, 0)
+                go_on((*text, token), chance * q_x, 0, rule)
             return
         p = draft(text)
+        then = reference.after_position(rule, q, p)
         for token, p_n in enumerate(p):
             phi = reference.accept(rule, q, p, token)
-            go_on((*text, token), chance * p_n * phi, place + 1)
+            go_on((*text, token), chance * p_n * phi, place + 1, then)
             if p_n * (1 - phi) > 0:
                 for other, g_x in enumerate(reference.residual(rule, q, p, token)):
-                    go_on((*text, other), chance * p_n * (1 - phi) * g_x, 0)
+                    go_on((*text, other), chance * p_n * (1 - phi) * g_x, 0, then)
 
-    go_on((), 1.0, num_drafts)
+    go_on((), 1.0, num_drafts, rule)
     return law

@@ -304,10 +304,11 @@ class TestParameters:
         rule = TypicalAcceptance(epsilon=[0.1, 0.2, 0.3], alpha=0.5, recovery="sample")
         assert select_rows(rule, torch.tensor([2, 0])) == TypicalAcceptance([0.3, 0.1], 0.5, "sample")
         assert select_rows(rule, torch.tensor([True, False, True])) == TypicalAcceptance([0.1, 0.3], 0.5, "sample")
-        assert repeat_rows(rule, 2) == TypicalAcceptance([0.1, 0.1, 0.2, 0.2, 0.3, 0.3], 0.5, "sample")
+        assert repeat_rows(rule, 2, 2) == rule
+        assert repeat_rows(rule, 3, 2) == TypicalAcceptance([0.1, 0.1, 0.2, 0.2, 0.3, 0.3], 0.5, "sample")
         assert move_rule(rule, torch.device("meta")).epsilon.device.type == "meta"
         assert rule.epsilon.tolist() == [0.1, 0.2, 0.3]
-        assert select_rows(Cactus(1.0), torch.tensor([0])) == repeat_rows(Cactus(1.0), 3) == Cactus(1.0)
+        assert select_rows(Cactus(1.0), torch.tensor([0])) == repeat_rows(Cactus(1.0), 1, 3) == Cactus(1.0)
         assert select_rows(rule, torch.tensor([], dtype=torch.long)).epsilon.shape == (0,)
 
     def test_number_of_rows_is_checked(self) -> None:

@@ -77,6 +77,15 @@ def call(target, draft, **options):
         ({"cactus_delta": 1.0, "acceptance_rule": cactus_hf.TopK(5)}, "cactus_delta.*acceptance_rule.*one of them"),
         ({"cactus_delta": 1.0, "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight.*Mixture"),
         ({"acceptance_rule": cactus_hf.TopK(5), "assistant_ensemble_weight": 0.5}, "one of them"),
+        ({"cactus_kl": -0.1}, "cactus_kl.*0 .lossless. or more.*-0.1"),
+        ({"cactus_kl_total": float("nan")}, "cactus_kl_total.*nan"),
+        ({"cactus_kl": "large"}, "cactus_kl.*number.*large"),
+        ({"cactus_kl": [0.1, 0.2, 0.3]}, "kl_budget.*3 rows.*4"),
+        ({"cactus_kl": 0.1, "cactus_kl_total": [1.0, 2.0]}, "kl_total.*2 rows.*4"),
+        ({"cactus_kl": 0.1, "cactus_delta": 1.0}, "cactus_delta.*cactus_kl.*one of them"),
+        ({"cactus_kl_total": 0.1, "cactus_delta": 1.0}, "cactus_delta.*cactus_kl_total.*one of them"),
+        ({"cactus_kl_total": 0.1, "acceptance_rule": cactus_hf.Cactus(kl_budget=1.0)}, "acceptance_rule.*cactus_kl"),
+        ({"cactus_kl": 0.1, "assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight.*cactus_kl.*one of them"),
         ({"speculation_kl": True}, "speculation_kl.*cactus_delta"),
         ({"generator": [1, 2, 3, 4]}, "generator.*cactus_delta"),
         ({"cactus_delta": 1.0, "generator": 7}, "generator.*list of integer seeds"),
@@ -123,6 +132,12 @@ def test_bad_options(pair, options, words):
 def test_a_tensor_on_the_generation_config(pair):
     pair[0].generation_config.cactus_delta = torch.ones(4)
     with pytest.raises(TypeError, match="tolist"):
+        call(*pair)
+
+
+def test_a_tensor_of_budgets_on_the_generation_config(pair):
+    pair[0].generation_config.cactus_kl_total = torch.ones(4)
+    with pytest.raises(TypeError, match="cactus_kl_total.*tolist"):
         call(*pair)
 
 

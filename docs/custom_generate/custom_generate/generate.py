@@ -16,8 +16,8 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
         model (`PreTrainedModel`):
             The target; left as it is. Weights and generation config are its own, not copies.
         args, kwargs:
-            Those of `generate()`, `cactus_delta`, `acceptance_rule`, `generator`, `speculation_kl` and
-            `speculation_costs` included.
+            Those of `generate()`, `cactus_delta`, `cactus_kl`, `cactus_kl_total`, `acceptance_rule`, `generator`,
+            `speculation_kl` and `speculation_costs` included.
 
     Returns:
         What `generate()` returns; see the documentation of cactus_hf.
