@@ -25,8 +25,6 @@ RULES = {
     "sps": RuleName(SpeculativeSampling, None),
     "cactus": RuleName(Cactus, "DELTA"),
     "mixture": RuleName(Mixture, "WEIGHT"),
-    "lenience": RuleName(Lenience, "LENIENCY"),
-    "mentored": RuleName(Mentored, "BUDGET"),
     "typical": RuleName(TypicalAcceptance, "EPSILON", is_optional=True),
     "top-k": RuleName(TopK, "K", is_optional=True),
     "lenience": RuleName(Lenience, "LENIENCY"),
