@@ -100,9 +100,9 @@ def check_options(args: argparse.Namespace) -> None:
     _check_sampling(args)
     _check_methods(args)
     if args.plot:
-        from .writing import check_plot
+        from ..plotting.style import check_picture
 
-        check_plot(args.plot)
+        check_picture(args.plot, "--plot")
 
 
 def _check_verify(args: argparse.Namespace) -> None:

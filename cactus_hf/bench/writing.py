@@ -7,11 +7,15 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..plotting.style import picture
 from ..report import aligned, json_number
 from .running import Cell, Result
 
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDTH = 100  # columns
 HEADINGS = (
@@ -161,42 +165,34 @@ def write_json_lines(path: str, lines: Iterator[dict[str, Any]]) -> None:
     Path(path).write_text(text, encoding="utf-8")
 
 
-def check_plot(path: str) -> None:
-    """Raises `ImportError` without matplotlib, and `ValueError` for a name that is no picture's."""
-    if Path(path).suffix != ".png":
-        raise ValueError(f"--plot writes a PNG picture: give a name that ends in .png instead of {path!r}.")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: run `pip install 'cactus_hf[plot]'`.") from error
-
-
 def plot(path: str, cells: Sequence[tuple[Cell, Sequence[Result]]], synthetic: float | None, title: str) -> None:
     """Tokens a second over the batch size, a panel for each context, with the range of the turns."""
-    from matplotlib.figure import Figure
-
     contexts = list(dict.fromkeys(cell.context for cell, _ in cells))
-    figure = Figure(figsize=(1 + 5 * len(contexts), 5), layout="constrained")
-    for panel, context in zip(figure.subplots(1, len(contexts), squeeze=False)[0], contexts, strict=True):
-        lines: dict[str, list[tuple[int, Result]]] = defaultdict(list)
-        for cell, results in cells:
-            for result in results if cell.context == context else ():
-                lines[label(result, synthetic)].append((cell.batch_size, result))
-        for text, points in lines.items():
-            sizes, median = [size for size, _ in points], [each.tokens_per_second for _, each in points]
-            below = [each.tokens_per_second - min(each.rates) for _, each in points]
-            above = [max(each.rates) - each.tokens_per_second for _, each in points]
-            panel.errorbar(sizes, median, yerr=[below, above], marker="o", capsize=3, label=text)
-        panel.set_xscale("log", base=2)
-        sizes = sorted({cell.batch_size for cell, _ in cells})
-        panel.set_xticks(sizes, [str(size) for size in sizes])
-        panel.set_xlabel("rows a batch")
-        panel.set_ylabel("tokens/s")
-        panel.set_ylim(bottom=0)
-        panel.set_title("prompts as they are" if context is None else f"prompts of {context} tokens")
-        panel.legend(fontsize="small")
-    figure.suptitle(title, fontsize="small")
-    figure.savefig(path, dpi=150)
+    with picture(path, 1 + 5 * len(contexts), 5) as figure:
+        panels = figure.subplots(1, len(contexts), squeeze=False)[0]
+        for panel, context in zip(panels, contexts, strict=True):
+            _draw(panel, [(cell, results) for cell, results in cells if cell.context == context], synthetic)
+            panel.set_title("prompts as they are" if context is None else f"prompts of {context} tokens")
+        figure.suptitle(title, fontsize="small")
+
+
+def _draw(panel: Axes, cells: Sequence[tuple[Cell, Sequence[Result]]], synthetic: float | None) -> None:
+    lines: dict[str, list[tuple[int, Result]]] = defaultdict(list)
+    for cell, results in cells:
+        for result in results:
+            lines[label(result, synthetic)].append((cell.batch_size, result))
+    for text, points in lines.items():
+        sizes, median = [size for size, _ in points], [each.tokens_per_second for _, each in points]
+        below = [each.tokens_per_second - min(each.rates) for _, each in points]
+        above = [max(each.rates) - each.tokens_per_second for _, each in points]
+        panel.errorbar(sizes, median, yerr=[below, above], marker="o", capsize=3, label=text)
+    panel.set_xscale("log", base=2)
+    sizes = sorted({cell.batch_size for cell, _ in cells})
+    panel.set_xticks(sizes, [str(size) for size in sizes])
+    panel.set_xlabel("rows a batch")
+    panel.set_ylabel("tokens/s")
+    panel.set_ylim(bottom=0)
+    panel.legend()
 
 
 def label(result: Result, synthetic: float | None) -> str:
