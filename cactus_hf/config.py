@@ -162,7 +162,8 @@ def _cactus_of(sources: Sequence[Any]) -> Cactus | None:
             parameters = values | parameters
     if not parameters:
         return None
-    return Cactus(**{CACTUS_KEYWORDS[name]: check_delta(value, name) for name, value in parameters.items()})
+    checked: dict[str, Any] = {CACTUS_KEYWORDS[name]: check_delta(value, name) for name, value in parameters.items()}
+    return Cactus(**checked)
 
 
 def _refuse_conflicts(call: dict[str, Any], configs: Sequence[Any]) -> None:

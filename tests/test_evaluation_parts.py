@@ -29,6 +29,7 @@ def answer(question: int, method: str = "plain", length: int = 10, **counts: flo
         ("sps", SpeculativeSampling()),
         ("cactus:0.5", Cactus(0.5)),
         ("cactus:inf", Cactus(math.inf)),
+        ("kl:0.05", Cactus(kl_budget=0.05)),
         ("mixture:0.25", Mixture(0.25)),
         ("typical", TypicalAcceptance()),
         ("typical:0.2", TypicalAcceptance(0.2)),

@@ -24,6 +24,7 @@ class RuleName(NamedTuple):
 RULES = {
     "sps": RuleName(SpeculativeSampling, None),
     "cactus": RuleName(Cactus, "DELTA"),
+    "kl": RuleName(lambda budget: Cactus(kl_budget=budget), "BUDGET"),
     "mixture": RuleName(Mixture, "WEIGHT"),
     "typical": RuleName(TypicalAcceptance, "EPSILON", is_optional=True),
     "top-k": RuleName(TopK, "K", is_optional=True),
