@@ -84,10 +84,7 @@ def find_deltas_of_block(
         if draft_logits is None:
             divergence = _of_one_hot(target_prob[:, i], rule)
         else:
-            target, draft = on_support(target_logits[:, i], draft_logits[:, i])
-            divergence = _of_laws(
-                target.softmax(-1, dtype=torch.float64), draft.softmax(-1, dtype=torch.float64), rule
-            )
+            divergence = _of_laws(*laws_at(target_logits, draft_logits, None, i), rule)
         positions.append(_largest(divergence, _left(rule, target_prob[:, i])))
         rule = spent(rule, positions[-1].kl)
     if not positions:
