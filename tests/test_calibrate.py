@@ -146,7 +146,7 @@ def test_prediction_comes_true():
     found = calibrate(pair, prompts, max_new_tokens=12, batch_size=256, temperature=1.0, deltas=(0.0, 0.2, 1.0))
     with enabled(pair[0]) as target:
         texts = Texts(target, pair[1], OPTIONS | {"do_sample": True, "max_new_tokens": 12, "temperature": 1.0})
-        for delta, tolerance in ((0.0, 0.05), (0.2, 0.05), (1.0, 0.15)):
+        for delta, tolerance in ((0.0, 0.05), (0.2, 0.05), (1.0, 0.1)):
             answer = found.at(delta)
             reported = check(texts, prompts, answer, 256, seed=7)
             for name in ("emitted_kl", "position_acceptance", "accepted_length"):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .result import FIELDS, RATIOS, Answer, Estimate, ratio_estimate, resamples
+from .result import Answer, Estimate, ratio_estimate, resamples
 from .sampling import Texts
 
 
@@ -42,10 +42,9 @@ def check(texts: Texts, prompts: Sequence[list[int]], answer: Answer, batch_size
             assistant_confidence_threshold=0.0,
         )
         counts = output.speculation
-        rows.append(torch.stack([counts.rounds, counts.verified, counts.accepted, counts.emitted_kl_sum], -1).double())
-    sums, drawn = torch.cat(rows), resamples(len(prompts), seed)
-
-    def estimate(name: str) -> Estimate:
-        return ratio_estimate(sums[:, [FIELDS.index(part) for part in RATIOS[name]]], drawn)
-
-    return Check(answer, len(prompts), *map(estimate, ("emitted_kl", "position_acceptance", "accepted_length")))
+        assert counts.emitted_kl_sum is not None
+        rows.append(torch.stack([counts.emitted_kl_sum, counts.accepted, counts.verified, counts.rounds], -1).double())
+    kl, accepted, verified, rounds = torch.cat(rows).unbind(-1)
+    drawn = resamples(len(prompts), seed)
+    ratios = ((kl, verified), (accepted, verified), (accepted, rounds))
+    return Check(answer, len(prompts), *(ratio_estimate(torch.stack(each, -1), drawn) for each in ratios))

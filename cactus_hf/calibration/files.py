@@ -16,7 +16,7 @@ from ..report import json_number
 class Finished(NamedTuple):
     """What is kept of a prompt."""
 
-    rounds: Tensor  # [S, M, 6] float64, the sums of `rounds.FIELDS`
+    rounds: Tensor  # [S, M, 7] float64, the sums of `rounds.FIELDS`
     positions: Tensor  # [S, 4] float64, the sums of `result.POSITION_FIELDS`
 
 

@@ -19,13 +19,13 @@ from .rounds import FIELDS, LOSSLESS
 
 POSITION_FIELDS = ("positions", "acceptance", "kl", "tv")  # sums over all positions of a text
 RESAMPLES = 1000
-# Numerator and denominator of what a run reports as `.speculation.<name>`
+# What a run reports as `.speculation.<name>`: numerator and denominator, or those of two factors
 RATIOS = {
-    "position_acceptance": ("accepted", "verified"),
-    "accepted_length": ("accepted", "rounds"),
-    "emitted_kl": ("kl", "verified"),
-    "emitted_tv": ("tv", "verified"),
-    "ball_kl": ("ball_kl", "verified"),
+    "position_acceptance": ("accepted", "weight"),
+    "accepted_length": ("accepted", "weight", "verified", "rounds"),
+    "emitted_kl": ("kl", "weight"),
+    "emitted_tv": ("tv", "weight"),
+    "ball_kl": ("ball_kl", "weight"),
 }
 
 
@@ -74,8 +74,8 @@ class Calibration:
 
     Args:
         header (`dict`): what it was made with, JSON throughout.
-        rounds (`Tensor` of shape `[P, S, M, 6]`): for each prompt, setting and draft length the expected sums over
-            rounds: `rounds`, `verified`, `accepted`, `kl`, `tv`, `ball_kl`.
+        rounds (`Tensor` of shape `[P, S, M, 7]`): for each prompt, setting and draft length the expected sums over
+            rounds: `rounds`, `verified`, `weight`, `accepted`, `kl`, `tv`, `ball_kl`.
         positions (`Tensor` of shape `[P, S, 4]`): sums over all positions: their number, acceptance, KL and TV.
     """
 
@@ -242,7 +242,7 @@ class Calibration:
         return m
 
     def _estimates(self, sums: Tensor) -> dict[str, Estimate]:
-        """Of sums [P, 6]."""
+        """Of sums [P, 7]."""
         return {
             name: ratio_estimate(sums[:, [FIELDS.index(part) for part in parts]], self._resamples)
             for name, parts in RATIOS.items()
@@ -287,7 +287,10 @@ def resamples(num_prompts: int, seed: int) -> Tensor:
 
 
 def ratio_estimate(parts: Tensor, drawn: Tensor) -> Estimate:
-    """The ratio of two sums over prompts, `parts` [P, 2], with its spread over the resamples `drawn`."""
-    above, below = parts.sum(0).tolist()
-    resampled = drawn @ parts  # where a sum is infinite, the error comes out as NaN
-    return Estimate(above / below if below else math.nan, float((resampled[:, 0] / resampled[:, 1]).std()))
+    """
+    The ratio of two sums over prompts, `parts` [P, 2], with its spread over the resamples `drawn`; of [P, 4], the
+    product of two ratios.
+    """
+    whole, resampled = parts.sum(0), drawn @ parts  # where a sum is infinite, the error comes out as NaN
+    value, values = ((sums[..., ::2] / sums[..., 1::2]).prod(-1) for sums in (whole, resampled))
+    return Estimate(float(value), float(values.std()))
