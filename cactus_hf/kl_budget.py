@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .acceptance import AcceptanceRule, Cactus, scale_of_others
 from .parameters import Parameter, per_row
-from .probabilities import on_support
+from .probabilities import laws_at, on_support
 
 
 LEAST, LARGEST = -60.0, 200.0  # log2 of the deltas looked among: at both ends only rounding is left to change
