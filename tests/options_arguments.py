@@ -188,7 +188,6 @@ OWN = (
         "cactus_kl",
         "most nats of the emitted law's divergence at a position, one number or one a row, instead of `cactus_delta`; "
         "also in a `generation_config`; see [budget.md](budget.md)",
-        0.1,
         tests=(
             "test_kl_budget.py::test_by_enumeration_no_budget_is_exceeded_and_hardly_any_is_left",
             "test_budget_generate.py::test_a_budget_of_each_row",
@@ -200,7 +199,6 @@ OWN = (
         "cactus_kl_total",
         "most nats of all positions of a row together, with or without `cactus_kl`; then the row is lossless; also in "
         "a `generation_config`",
-        0.5,
         tests=(
             "test_kl_budget.py::test_no_sum_exceeds_the_total",
             "test_budget_generate.py::test_a_total",
