@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need the package triton")
 
 from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.bounded_rules import Lenience
 from cactus_hf.kernels.verify import verify_block as fused
 from cactus_hf.parameters import move_rule
 from cactus_hf.probabilities import Normaliser
@@ -31,6 +32,8 @@ RULES = [
     TypicalAcceptance(recovery="sample"),
     TopK([1, 2, 3, 9]),
     Mixture(0.4),
+    Lenience(0.5),
+    Cactus(0.2, divergence="reverse_kl", solver="exact"),
 ]
 # The reference rounds its probabilities to float32, and sums up to 2,000 of them in another order.
 ROUNDING = 1e-5

@@ -21,7 +21,8 @@ from cactus_hf.acceptance import (
     TopK,
     TypicalAcceptance,
 )
-from cactus_hf.divergences import gamma
+from cactus_hf.bounded_rules import Lenience, Mentored
+from cactus_hf.divergences import DIVERGENCES, gamma
 from cactus_hf.parameters import check_num_rows, move_rule, repeat_rows, select_rows
 
 
@@ -146,6 +147,8 @@ EVERY_RULE = [
     TopK(1),
     TopK(5),
     Mixture(0.3),
+    Lenience(0.4),
+    *(Cactus(0.3, divergence=name, solver="exact") for name in DIVERGENCES),
 ]
 
 
@@ -263,6 +266,9 @@ class TestParameters:
                 (lambda value=value: Mixture(value), "weight")
                 for value in (0, 1, -0.5, 1.5, math.nan, "half", [0.5, 1.0])
             ),
+            *((lambda value=value: Lenience(value), "leniency") for value in (0, 1.1, -0.5, math.nan, None)),
+            *((lambda value=value: Mentored(value), "budget") for value in (-1, math.nan, "1", [0.1, -1.0])),
+            (lambda: Mentored(0.1, "l2"), "divergence"),
             *(
                 (lambda value=value: TopK(value), "k")
                 for value in (0, -1, 2.0, True, None, [5, 0], torch.tensor([1.0]))
@@ -288,6 +294,8 @@ class TestParameters:
             Cactus([0, 0.5, INF]),
             Mixture([0.1, 0.2, 0.3]),
             TopK([1, 5, 9]),
+            Lenience([0.1, 0.5, 1.0]),
+            Cactus([0.0, 0.3, INF], divergence="kl", solver="exact"),
             TypicalAcceptance([0.1, 0.5, 0.9]),
         ):
             at = [0, 1, 3]
@@ -321,7 +329,9 @@ class TestParameters:
         with pytest.raises(ValueError, match="`alpha` of TypicalAcceptance"):
             check_num_rows(TypicalAcceptance([0.1, 0.2], [0.3, 0.3, 0.3]), 2)
 
-    @pytest.mark.parametrize("rule", [*EVERY_RULE, Cactus([0.0, INF]), TopK([1, 2])], ids=str)
+    @pytest.mark.parametrize(
+        "rule", [*EVERY_RULE, Cactus([0.0, INF]), TopK([1, 2]), Mentored([0.1, 1.0], "js")], ids=str
+    )
     def test_copies_are_equal(self, rule: AcceptanceRule) -> None:
         for other in (copy.copy(rule), copy.deepcopy(rule), pickle.loads(pickle.dumps(rule))):
             assert other == rule and hash(other) == hash(rule) and repr(other) == repr(rule)

@@ -238,6 +238,9 @@ class TestLaw:
             cactus_hf.TypicalAcceptance(),
             cactus_hf.TopK(3),
             cactus_hf.Mixture(0.6),
+            cactus_hf.Lenience(0.4),
+            cactus_hf.Mentored(0.05),
+            cactus_hf.Cactus(0.05, divergence="js", solver="exact"),
         ),
         ids=repr,
     )

@@ -33,7 +33,7 @@ def distance(name: str, raised: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def test_terms_sum_to_the_divergence(name: str) -> None:
     for target, draft in PAIRS:
         law = torch.where(target > 0, draft, 0.0)
-        if law.sum() == 0:
+        if law.sum() == 0 or target[target > 0].min() < 1e-100:  # whose square would be 0
             continue
         law = law / law.sum()
         terms = DIVERGENCES[name].terms(law, target)
@@ -52,7 +52,7 @@ def test_exact_gamma_is_as_far_as_the_budget_allows(name: str) -> None:
         slack = 1e-9 * delta + 1e-15
         inside = (PROBS > 1e-4) & (PROBS < 0.9999)
         assert (reached <= delta + slack)[inside].all()
-        is_root = inside & (raised < 1)
+        is_root = inside & (raised < 1 - 1e-6)
         torch.testing.assert_close(reached[is_root], torch.full_like(reached, delta)[is_root], rtol=1e-5, atol=1e-13)
         assert (distance(name, torch.ones_like(PROBS), PROBS) <= delta + slack)[inside & (raised == 1)].all()
 

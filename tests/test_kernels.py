@@ -18,6 +18,7 @@ import cactus_hf
 import tiny
 from cactus_hf import kernels
 from cactus_hf.acceptance import AcceptanceRule, Cactus, Drafted, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.bounded_rules import Lenience, Mentored
 from cactus_hf.kernels.tiles import TILE
 from cactus_hf.kernels.verify import verify_block as fused
 from cactus_hf.parameters import select_rows
@@ -244,10 +245,8 @@ class TestChoice:
         assert not kernels.serves(logits(torch.float64), None, Cactus(1.0))
         assert not kernels.serves(half, logits(torch.float64), Cactus(1.0))
 
-        class NeedsMore(Cactus):
-            needs = frozenset({"rows"})
-
-        assert not kernels.serves(half, None, NeedsMore(1.0))
+        assert kernels.serves(half, None, Cactus(1.0, solver="exact")) and kernels.serves(half, None, Lenience(0.5))
+        assert not kernels.serves(half, None, Mentored(1.0))
         monkeypatch.setattr(kernels, "_has_triton", lambda: False)
         assert not kernels.serves(half, None, Cactus(1.0))
 

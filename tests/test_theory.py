@@ -134,12 +134,10 @@ class TestTheorem3:
         """At delta .1, model-like pairs exceed it almost always; few of them at delta 1, where all is kept."""
         values = [kl(emitted_law(q, p, Cactus(0.1)), q) for q, p in model_like_pairs(40, 1000, seed=15)]
         assert sum(value > 0.1 for value in values) >= 30
-        # and there are laws for which it is worse than any multiple of delta: V tokens that are each raised a little
-        vocab_size, delta = 4096, 0.01
-        target = torch.full((vocab_size,), 1 / vocab_size, dtype=torch.float64)
-        draft = torch.zeros_like(target)
-        draft[:64] = 1 / 64
-        assert kl(emitted_law(target, draft, Cactus(delta)), target) > 50 * delta
+        # It is worst where the draft prefers many tokens and each is raised a little
+        target, draft = torch.full((4096,), 1 / 4096, dtype=torch.float64), torch.zeros(4096, dtype=torch.float64)
+        draft[:1024] = 1 / 1024
+        assert kl(emitted_law(target, draft, Cactus(0.001)), target) > 1
 
 
 class TestProposition4:
@@ -258,11 +256,12 @@ class TestEmittedLaw:
 
     @pytest.mark.parametrize("name", DIVERGENCES)
     def test_mentored_keeps_its_budget(self, name: str) -> None:
-        for budget in (0.0, 1e-3, 0.1, 1.0):
-            for target, draft in PAIRS:
-                law = emitted_law(target, draft, Mentored(budget, name))
-                if min(x for x in target.tolist() if x > 0) > 1e-6:
-                    assert DIVERGENCES[name].terms(law, target).sum() <= budget + 1e-9
+        budgets = torch.tensor([0.0, 1e-3, 0.1, 1.0], dtype=torch.float64)
+        for pair in PAIRS[::2]:
+            target, draft = (probs.expand(4, -1) for probs in pair)
+            law = emitted_law(target, draft, Mentored(budgets, name))
+            if min(x for x in pair[0].tolist() if x > 0) > 1e-6:
+                assert (DIVERGENCES[name].terms(law, target).sum(-1) <= budgets + 1e-9).all()
 
     def test_how_far_cactus_is_from_the_best_law(self) -> None:
         """For the same acceptance, its KL is less than 5 % above the least at delta .1; 20 % and more at .001."""
@@ -289,5 +288,7 @@ def test_the_page_names_tests_that_there_are() -> None:
     tests = Path(__file__).parent
     page = (tests.parent / "docs" / "theory.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(test_\w+|Test\w+)`", page))
-    defined = {name for path in tests.glob("test_*.py") for name in re.findall(r"(?:def|class) (\w+)", path.read_text())}
+    defined = {
+        name for path in tests.glob("test_*.py") for name in re.findall(r"(?:def|class) (\w+)", path.read_text())
+    }
     assert len(named) > 15 and named <= defined, named - defined

@@ -124,7 +124,8 @@ class TestDegenerateCases:
         result = verify(target, torch.tensor([[1]]), draft, Cactus(INF), uniforms=uniforms)
         assert result.num_accepted.item() == 1
 
-    @pytest.mark.parametrize("rule", RATIO_RULES, ids=str)
+    # Infinite budgets aside, h is positive where q is. Then it is p, and there is nothing to keep
+    @pytest.mark.parametrize("rule", [rule for rule in RATIO_RULES if rule != Mentored(INF, "tv")], ids=str)
     def test_p_is_0_accepts_just_where_gamma_is_positive(self, rule: AcceptanceRule, dtype: torch.dtype) -> None:
         draft = [0.0, 0.5, 0.5]
         target = [[0.1, 0.9, 0.0], [0.2, 0.3, 0.5]]

@@ -133,9 +133,9 @@ def _check_options(args: argparse.Namespace) -> RoundCosts | None:
         if path and not Path(path).parent.is_dir():
             raise ValueError(f"--{option} {path}: there is no folder {Path(path).parent}. Make it first.")
     if args.plot:
-        from .writing import check_plot
+        from ..plotting.style import check_picture
 
-        check_plot(args.plot)
+        check_picture(args.plot, "--plot")
     return _costs(args.costs) if args.costs else None
 
 

@@ -6,9 +6,9 @@ import copy
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..plotting.style import check_picture, picture
 from ..report import aligned, json_number
 
 
@@ -99,16 +99,6 @@ def save_generation_config(
     config.save_pretrained(folder)
 
 
-def check_plot(path: str | os.PathLike) -> None:
-    """Raises `ImportError` without matplotlib, and `ValueError` for a name that is no picture's."""
-    if Path(path).suffix != ".png":
-        raise ValueError(f"The plot is a PNG picture: give a name that ends in .png instead of {str(path)!r}.")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError("A plot needs matplotlib: run `pip install 'cactus_hf[plot]'`.") from error
-
-
 def plot(path: str | os.PathLike, calibration: Calibration) -> None:
     """
     Acceptance against emitted KL, both in the mean over all positions of the texts, a curve for each kind of rule.
@@ -116,21 +106,17 @@ def plot(path: str | os.PathLike, calibration: Calibration) -> None:
     The limit holds for such plain means. In those of a run, which weight positions as rounds verify them, it may be
     passed by a little.
     """
-    check_plot(path)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    for kind, points in _curves(calibration):
-        x, y = zip(*sorted(points), strict=True)
-        style = "k--" if kind == "limit" else "o" if kind in POINTS else "o-"
-        axes.plot(x, y, style, label=kind, linewidth=1, markersize=4)
-    axes.set_xlabel("emitted KL, nats a position")
-    axes.set_ylabel("acceptance, mean over positions")
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    check_picture(path, "A plot")
+    with picture(path, 7, 5) as figure:
+        axes = figure.subplots()
+        for kind, points in _curves(calibration):
+            x, y = zip(*sorted(points), strict=True)
+            style = "k--" if kind == "limit" else "o" if kind in POINTS else "o-"
+            axes.plot(x, y, style, label=kind, linewidth=1, markersize=4)
+        axes.set_xlabel("emitted KL, nats a position")
+        axes.set_ylabel("acceptance, mean over positions")
+        axes.set_xlim(left=0)
+        axes.legend()
 
 
 def _curves(calibration: Calibration) -> Iterator[tuple[str, list[tuple[float, float]]]]:

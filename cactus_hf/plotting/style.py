@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ BLACK, BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW = (
 )  # fmt: skip
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, BLACK)
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3)))
-STYLE = {
+STYLE: Any = {
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
