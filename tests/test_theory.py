@@ -96,7 +96,8 @@ class TestTheorem2:
                     raised = gamma(target[n].item(), delta, name, "exact")
                     aimed = reference.law_aimed_at(target.tolist(), n, raised)
                     used = reference.f_divergence(name, aimed, target.tolist())
-                    assert used <= delta + 1e-9
+                    # So near 1 gamma rounds to 1, and some divergences of a law without the other tokens are infinite
+                    assert used <= delta + 1e-9 or (raised == 1 and target[n] > 1 - 1e-8)
                     if 1e-4 < target[n] < 0.9999 and raised < 1:
                         assert used == pytest.approx(delta, rel=1e-4)
 
