@@ -180,10 +180,8 @@ def test_rounds_are_those_of_enumeration(sees_text: bool, rules: tuple[Acceptanc
     found = calibrated_sums(toy, rules, longest)
     for index, rule in enumerate(rules):
         for m in (1, 2, 3, longest):
-            assert found[index, m - 1].tolist() == pytest.approx(expected_sums(toy, rule, m), rel=tolerance(rule)), (
-                rule,
-                m,
-            )
+            expected = pytest.approx(expected_sums(toy, rule, m), rel=tolerance(rule))
+            assert found[index, m - 1].tolist() == expected, (rule, m)
 
 
 def test_within_a_round_a_rules_own_texts_count():

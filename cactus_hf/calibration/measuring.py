@@ -178,9 +178,11 @@ def _checked(deltas: Sequence[float], rules: Sequence[AcceptanceRule]) -> tuple[
 
 
 def _label(rule: AcceptanceRule) -> str:
-    """The rule with its parameters, without those that have their usual value."""
-    values = {each.name: getattr(rule, each.name) for each in fields(rule) if getattr(rule, each.name) != each.default}
-    return f"{type(rule).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"
+    """The rule with its numbers, and with words that are not the usual ones."""
+    values = {each.name: getattr(rule, each.name) for each in fields(rule)}
+    usual = {each.name: each.default for each in fields(rule)}
+    told = {k: v for k, v in values.items() if v != usual[k] or isinstance(v, (int, float))}
+    return f"{type(rule).__name__}({', '.join(f'{name}={value}' for name, value in told.items())})"
 
 
 def _kind(rule: AcceptanceRule) -> str:
