@@ -14,7 +14,7 @@ from transformers.generation import LogitsProcessorList
 
 import cactus_hf
 import tiny
-from cactus_hf import Calibration, TopK, cli
+from cactus_hf import Cactus, Calibration, TopK, cli
 from cactus_hf.calibration import measuring
 from cactus_hf.calibration.checking import check
 from cactus_hf.calibration.sampling import Texts, enabled
@@ -163,6 +163,7 @@ def test_prediction_comes_true():
         ({"deltas": (0.1, float("inf"))}, "finite"),
         ({"deltas": (-1.0,)}, "0 .lossless. or more"),
         ({"rules": (TopK(torch.tensor([1, 2])),)}, "one value a row"),
+        ({"rules": (Cactus(kl_total=1.0),)}, "depends on the positions before"),
         ({"max_new_tokens": 2}, "below 3"),
         ({"num_assistant_tokens": 5}, "`longest` is only 4"),
         ({"batch_size": 0}, "`batch_size` must be"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..acceptance import AcceptanceRule, Cactus, Drafted
+from ..kl_budget import binary_kl, has_budget
 from ..law import emission, law_ratio, sorted_cactus_law
 from ..probabilities import widened
 
@@ -90,30 +91,24 @@ def _rows(target_logits: Tensor, draft_logits: Tensor, place: Tensor) -> Rows:
 
 def _evaluated(rows: Rows, rules: Sequence[AcceptanceRule], slopes: Sequence[float]) -> Values:
     ascending = rows.ascending()
-    columns = [_of_cactus(ascending, each) if isinstance(each, Cactus) else _of_rule(rows, each) for each in rules]
+    columns = [_of_rule(rows, ascending, rule) for rule in rules]
     columns += [_of_law(ascending, law, torch.minimum(ascending.draft, law)) for law in limit_laws(ascending, slopes)]
     return Values(*(torch.stack(field, -1) for field in zip(*columns, strict=True)))
 
 
-def _of_rule(rows: Rows, rule: AcceptanceRule) -> Values:
+def _of_rule(rows: Rows, ascending: Rows, rule: AcceptanceRule) -> Values:
     """[N] each."""
+    if isinstance(rule, Cactus) and not has_budget(rule):
+        return _of_cactus(ascending, rule)
     return _of_law(rows, *emission(rows.target, rows.draft, rule))
 
 
-def _of_cactus(rows: Rows, rule: AcceptanceRule) -> Values:
+def _of_cactus(rows: Rows, rule: Cactus) -> Values:
     """The same for rows in ascending order, which are sorted once for all deltas."""
     raised = rule.raised_prob(Drafted(rows.target, rows.draft))
     law = sorted_cactus_law(rows.target, rows.draft, raised, rows.ratio)
-    ball_kl = (rows.draft * _kl_of_raised(raised, rows.target)).sum(-1)
+    ball_kl = (rows.draft * binary_kl(rows.target, raised)).sum(-1)
     return _of_law(rows, law, torch.minimum(rows.draft, raised))._replace(ball_kl=ball_kl)
-
-
-def _kl_of_raised(raised: Tensor, target: Tensor) -> Tensor:
-    """KL(h || q) in nats of the law aimed at, that of (gamma, 1 - gamma) from (q_n, 1 - q_n)."""
-    tiny = torch.finfo(target.dtype).tiny  # where q_n is 0 or 1, gamma is too, and the terms are 0
-    risen = torch.xlogy(raised, raised / target.clamp(min=tiny))
-    fallen = torch.xlogy(1 - raised, (1 - raised) / (1 - target).clamp(min=tiny))
-    return (risen + fallen).clamp(min=0)
 
 
 def _of_law(rows: Rows, law: Tensor, kept: Tensor) -> Values:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..acceptance import AcceptanceRule, Cactus, Mixture, TopK, TypicalAcceptance
 from ..arguments import Prompt, encode
 from ..bounded_rules import Lenience, Mentored
+from ..kl_budget import has_budget
 from ..law import has_closed_form
 from ..parameters import check_delta, is_integer
 from .files import Finished, Record
@@ -27,6 +29,7 @@ from .sampling import Texts, check_pair, checked_options, enabled
 DELTAS = (0.0, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0)  # nats
 SLOPES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)  # of the limit
 RULES: tuple[AcceptanceRule, ...] = (
+    *(Cactus(kl_budget=budget) for budget in (0.01, 0.03, 0.1, 0.3)),
     TypicalAcceptance(),
     TypicalAcceptance(recovery="sample"),
     *map(TopK, (1, 3, 5)),
@@ -115,7 +118,7 @@ def calibrate(
     header = {
         "settings": [
             *({"label": f"Cactus({delta:g})", "kind": "Cactus", "delta": delta} for delta in deltas),
-            *({"label": repr(rule), "kind": type(rule).__name__, "delta": None} for rule in rules),
+            *({"label": _label(rule), "kind": _kind(rule), "delta": None} for rule in rules),
             *({"label": f"limit, slope {slope:g}", "kind": "limit", "delta": None} for slope in SLOPES),
         ],
         "deltas": deltas,
@@ -167,9 +170,27 @@ def _checked(deltas: Sequence[float], rules: Sequence[AcceptanceRule]) -> tuple[
             raise TypeError(f"`rules` must hold acceptance rules, got {type(rule).__name__}: {rule!r}.")
         if not has_closed_form(rule):
             raise ValueError(f"What {type(rule).__name__} emits is not known in closed form: leave it out of `rules`.")
+        if isinstance(rule, Cactus) and rule.kl_total is not None:
+            raise ValueError(f"{_label(rule)} depends on the positions before, so it has no figures: use `kl_budget`.")
         if any(isinstance(value, Tensor) for value in vars(rule).values()):
             raise ValueError(f"{rule!r} has one value a row: give rules with one number for all.")
     return sorted(set(map(float, deltas))), list(rules)
+
+
+def _label(rule: AcceptanceRule) -> str:
+    """The rule with its numbers, and with words that are not the usual ones."""
+    values = {each.name: getattr(rule, each.name) for each in fields(rule)}
+    usual = {each.name: each.default for each in fields(rule)}
+    told = {k: v for k, v in values.items() if v != usual[k] or isinstance(v, (int, float))}
+    return f"{type(rule).__name__}({', '.join(f'{name}={value}' for name, value in told.items())})"
+
+
+def _kind(rule: AcceptanceRule) -> str:
+    """What stands for rules that differ in one number only."""
+    if not isinstance(rule, Cactus):
+        return type(rule).__name__
+    ball = "" if (rule.divergence, rule.solver) == ("kl", "taylor") else f", {rule.divergence} {rule.solver}"
+    return f"Cactus{', KL budget' * has_budget(rule)}{ball}"
 
 
 def _ids(prompts: Sequence[Prompt | Sequence[int]], tokenizer: Any) -> list[list[int]]:

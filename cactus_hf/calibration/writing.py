@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..plotting.style import check_picture, picture
+from ..plotting import style
 from ..report import aligned, json_number
 
 
@@ -23,7 +24,7 @@ LEGEND = (
     "variation a checked draft, of the law emitted from the target's. ball: nats, of the law aimed at once the draft "
     "is known. limit: no rule has less KL at its acceptance."
 )
-POINTS = ("TypicalAcceptance", "TopK")  # kinds whose settings lie on no curve
+POINTS = ("TypicalAcceptance", "TopK", "SpeculativeSampling")  # kinds whose settings lie on no curve
 HEADINGS = ("", "acceptance", "+-", "AL", "+-", "KL", "+-", "TV", "ball")
 
 
@@ -106,13 +107,16 @@ def plot(path: str | os.PathLike, calibration: Calibration) -> None:
     The limit holds for such plain means. In those of a run, which weight positions as rounds verify them, it may be
     passed by a little.
     """
-    check_picture(path, "A plot")
-    with picture(path, 7, 5) as figure:
+    style.check_picture(path, "A plot")
+    with style.picture(path, 7, 5) as figure:
         axes = figure.subplots()
+        colours = itertools.cycle(style.COLOURS)
         for kind, points in _curves(calibration):
             x, y = zip(*sorted(points), strict=True)
-            style = "k--" if kind == "limit" else "o" if kind in POINTS else "o-"
-            axes.plot(x, y, style, label=kind, linewidth=1, markersize=4)
+            if kind == "limit":
+                axes.plot(x, y, "--", color="black", label=kind)
+            else:
+                axes.plot(x, y, "o" if kind in POINTS else "o-", color=next(colours), label=kind, markersize=4)
         axes.set_xlabel("emitted KL, nats a position")
         axes.set_ylabel("acceptance, mean over positions")
         axes.set_xlim(left=0)
