@@ -11,10 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .divergences import DIVERGENCES, Divergence
-
-
-STEPS = 60  # halvings of the mass; what is left is below 2^-60
+from .divergences import DIVERGENCES, PARTS, STEPS, Divergence
 
 
 class _Ratios(NamedTuple):
@@ -52,23 +49,25 @@ def clamp_bounds(target_probs: Tensor, draft_probs: Tensor, budget: float | Tens
     target, draft = (probs / probs.sum(-1, keepdim=True) for probs in rows)
     kind = DIVERGENCES[divergence]
     limit = budget if isinstance(budget, Tensor) else target.new_full((), budget)
-    limit = limit.expand(shape).reshape(-1)
-    outside = torch.where(target > 0, 0.0, draft).sum(-1)
+    limit = limit.expand(shape).reshape(-1, 1)
+    outside = torch.where(target > 0, 0.0, draft).sum(-1, keepdim=True)
     ratios = _sort(target, torch.where(target > 0, draft, 0.0), kind)
-    most = (draft - target).clamp(min=0).where(target > 0, 0.0).sum(-1)  # what a = 1 takes
-    # `kept` is how much of it h keeps. The divergence grows with it
-    low, high = torch.zeros_like(most), most
-    fits = _divergence(ratios, kind, most - high, outside) <= limit
+    most = (draft - target).clamp(min=0).where(target > 0, 0.0).sum(-1, keepdim=True)  # what a = 1 takes
+    inner = torch.arange(1, PARTS, dtype=target.dtype, device=target.device)
+
+    def is_within(kept: Tensor) -> Tensor:
+        return _divergence(ratios, kind, most - kept, outside) <= limit
+
+    # How much of it h keeps: the more, the larger the divergence
+    low, width = torch.zeros_like(most), most
     for _ in range(STEPS):
-        middle = (low + high) / 2
-        is_low = _divergence(ratios, kind, most - middle, outside) <= limit
-        low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
-    taken = torch.where(fits, 0.0, most - low)
-    above, below, _ = _bounds(ratios, taken, outside)
+        width = width / PARTS
+        low = low + width * is_within(low + width * inner).sum(-1, keepdim=True)
+    fits = is_within(most)
+    below, above, *_ = _bounds(ratios, torch.where(fits, 0.0, most - low), outside)
     above = torch.where(fits, torch.inf, above)
     below = torch.where(fits & (outside == 0), 0.0, below)
-    bounds = torch.stack([below, above], -1)
-    return torch.where((limit > 0).unsqueeze(-1), bounds, 1.0).view(*shape, 2)
+    return torch.where(limit > 0, torch.cat([below, above], -1), 1.0).view(*shape, 2)
 
 
 def clamp_law(target_probs: Tensor, draft_probs: Tensor, bounds: Tensor) -> Tensor:
@@ -104,23 +103,23 @@ def _sort(target: Tensor, draft: Tensor, kind: Divergence) -> _Ratios:
     )
 
 
-def _bounds(ratios: _Ratios, taken: Tensor, outside: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """a and b [N] for the mass that is taken, and the first place above a and the first not below b [N, 1]."""
-    taken, lifted = taken.unsqueeze(-1), (taken + outside).unsqueeze(-1)
-    top = torch.searchsorted(ratios.lowered, -taken, right=True)
+def _bounds(ratios: _Ratios, taken: Tensor, outside: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """b and a [N, K] for masses that are taken, and the first place not below b and the first above a."""
+    lifted = taken + outside
     bottom = torch.searchsorted(ratios.raised, lifted)
-    share = ratios.target_from.gather(-1, top)
-    above = torch.where(share > 0, (ratios.draft_from.gather(-1, top) - taken) / share, ratios.ratio[:, -1:])
+    top = torch.searchsorted(ratios.lowered, -taken, right=True)
     share = ratios.target_before.gather(-1, bottom)
     below = torch.where(share > 0, (ratios.draft_before.gather(-1, bottom) + lifted) / share, ratios.ratio[:, :1])
-    return above.clamp(min=1).squeeze(-1), below.clamp(max=1).squeeze(-1), (top, bottom)
+    share = ratios.target_from.gather(-1, top)
+    above = torch.where(share > 0, (ratios.draft_from.gather(-1, top) - taken) / share, ratios.ratio[:, -1:])
+    return below.clamp(max=1), above.clamp(min=1), bottom, top
 
 
 def _divergence(ratios: _Ratios, kind: Divergence, taken: Tensor, outside: Tensor) -> Tensor:
-    above, below, (top, bottom) = _bounds(ratios, taken, outside)
+    below, above, bottom, top = _bounds(ratios, taken, outside)
+    low, high = ratios.target_before.gather(-1, bottom), ratios.target_from.gather(-1, top)
     between = ratios.terms_below.gather(-1, bottom) + ratios.terms_above.gather(-1, top)
-    high, low = ratios.target_from.gather(-1, top).squeeze(-1), ratios.target_before.gather(-1, bottom).squeeze(-1)
-    return between.squeeze(-1) + kind.terms(above * high, high) + kind.terms(below * low, low)
+    return between + kind.terms(below * low, low) + kind.terms(above * high, high)
 
 
 def _sums_before(values: Tensor) -> Tensor:

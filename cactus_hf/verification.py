@@ -233,8 +233,12 @@ def num_leading(flags: Tensor) -> Tensor:
 
 def _select(drafted: Drafted, at: Tensor) -> Drafted:
     """The scalars `[B]` of the drafted token at position `at[b]` of each sequence."""
-    batch = torch.arange(len(at), device=at.device)
-    return Drafted._make(None if field is None else field[batch, at] for field in drafted)
+    at = at.unsqueeze(1)
+
+    def pick(field: Tensor) -> Tensor:
+        return field.gather(1, at if field.dim() == 2 else at.unsqueeze(2).expand(-1, -1, field.shape[2])).squeeze(1)
+
+    return Drafted._make(None if field is None else pick(field) for field in drafted)
 
 
 def _entropy_and_rank(needs: frozenset[str], logits: Tensor, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -250,7 +250,7 @@ def verify_row(
             break
         num_verified += 1
         if isinstance(rule, Cactus):
-            gamma_n = raised_by(rule, q[n], row)
+            gamma_n = raised_by(rule, q, p, n, row)
             ball_kl[i] = divergence([gamma_n, 1 - gamma_n], [q[n], 1 - q[n]])
         if not uniforms[i] < accept(rule, q, p, n, row):
             next_token = invert(residual(rule, q, p, n, row), uniforms[-1])

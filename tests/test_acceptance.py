@@ -256,7 +256,7 @@ class TestParameters:
         [
             *(
                 (lambda value=value: Cactus(value), "delta")
-                for value in (-1, math.nan, "1", None, True, 1j, [1.0, -1.0], [True], ["a"], [[1.0]], [None], {})
+                for value in (-1, math.nan, "1", True, 1j, [1.0, -1.0], [True], ["a"], [[1.0]], [None], {})
             ),
             *(
                 (lambda value=value: Cactus(value), "delta")

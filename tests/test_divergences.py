@@ -13,7 +13,7 @@ from law_pairs import PAIRS
 
 from cactus_hf import Cactus, gamma
 from cactus_hf.acceptance import Drafted
-from cactus_hf.divergences import DIVERGENCES, _bisected
+from cactus_hf.divergences import DIVERGENCES, _searched
 
 
 INF = math.inf
@@ -68,8 +68,8 @@ def test_exact_gamma_is_that_of_the_slow_twin(q: float, delta: float, name: str)
 def test_closed_forms_are_roots(name: str) -> None:
     kind = DIVERGENCES[name]
     for delta in DELTAS:
-        bisected = _bisected(kind, PROBS, torch.full_like(PROBS, delta))
-        torch.testing.assert_close(gamma(PROBS, delta, name, "exact"), bisected, rtol=1e-6, atol=1e-12)
+        searched = _searched(kind, PROBS, torch.full_like(PROBS, delta))
+        torch.testing.assert_close(gamma(PROBS, delta, name, "exact"), searched, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", EXPANDED)

@@ -92,13 +92,14 @@ class TestTheorem2:
     def test_the_law_aimed_at_is_in_the_ball(self, name: str) -> None:
         for target, _ in random_pairs(16, 8, seed=11):
             for delta in (0.05, 0.5):
-                for n in range(0, 8, 3):
+                for n in (
+                    n for n in range(0, 8, 3) if 1e-4 < target[n] < 0.9999
+                ):  # or a rounding of gamma is too much
                     raised = gamma(target[n].item(), delta, name, "exact")
                     aimed = reference.law_aimed_at(target.tolist(), n, raised)
                     used = reference.f_divergence(name, aimed, target.tolist())
-                    # So near 1 gamma rounds to 1, and some divergences of a law without the other tokens are infinite
-                    assert used <= delta + 1e-9 or (raised == 1 and target[n] > 1 - 1e-8)
-                    if 1e-4 < target[n] < 0.9999 and raised < 1:
+                    assert used <= delta + 1e-9
+                    if raised < 1:
                         assert used == pytest.approx(delta, rel=1e-4)
 
     def test_nothing_in_the_ball_has_more(self, name: str) -> None:
@@ -281,8 +282,9 @@ def least_kl(target: Tensor, draft: Tensor, acceptance: float) -> float:
     """KL of the clamp law that keeps a draft with this probability."""
     target, draft = target[None], draft[None]
     ratios = _sort(target, draft, DIVERGENCES["kl"])
-    above, below, _ = _bounds(ratios, torch.tensor([1 - acceptance], dtype=torch.float64), torch.zeros(1).double())
-    return kl(clamp_law(target, draft, torch.stack([below, above], -1)), target)
+    taken = torch.tensor([[1 - acceptance]], dtype=torch.float64)
+    below, above, *_ = _bounds(ratios, taken, torch.zeros_like(taken))
+    return kl(clamp_law(target, draft, torch.cat([below, above], -1)), target)
 
 
 def test_the_page_names_tests_that_there_are() -> None:
