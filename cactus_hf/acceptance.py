@@ -126,8 +126,10 @@ class Cactus(AcceptanceRule):
             Most nats that the positions of a sequence may have in sum, up to and including each round's first
             rejection; what follows them is lossless. With or without `kl_budget`. [`verify`] takes its block for all
             there is of a sequence; `generate()` carries on what is left.
-        divergence (`str`, *optional*, defaults to `"kl"`), solver (`str`, *optional*, defaults to `"taylor"`):
-            What delta bounds, and how gamma is found: see [`gamma`].
+        divergence (`str`, *optional*, defaults to `"kl"`):
+            What delta bounds: see [`gamma`].
+        solver (`str`, *optional*, defaults to `"taylor"`):
+            How gamma is found: by the divergence's second order, or `"exact"`.
 
     Example:
 
