@@ -58,7 +58,11 @@ def find_deltas(target_probs: Tensor, draft_probs: Tensor, rule: Cactus) -> Foun
 
 
 def find_deltas_of_block(
-    target_logits: Tensor, draft_logits: Tensor | None, rule: Cactus, target_prob: Tensor
+    target_logits: Tensor,
+    draft_logits: Tensor | None,
+    rule: Cactus,
+    target_prob: Tensor,
+    goes_on: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Found:
     """
     Of the positions of a block, from left to right, as each spends of what the sequence may.
@@ -72,14 +76,17 @@ def find_deltas_of_block(
             With `kl_budget` or `kl_total`.
         target_prob (`Tensor` of shape `[B, m]`, float64):
             The probabilities of the drafted tokens. They are all that counts for drafts without probabilities.
+        goes_on (`Callable`, *optional*):
+            Says by a position and its deltas [B] which rows go on behind it. A CPU looks no farther than one does.
 
     Returns:
-        [`Found`] of shape `[B, m]`. What stands where a row is no law means nothing.
+        [`Found`] of shape `[B, m]`. What stands where a row is no law means nothing; zeros are where none was looked.
     """
     num_drafted = target_prob.shape[1]
     if draft_logits is not None:
         target_logits, draft_logits = on_support(target_logits[:, :num_drafted], draft_logits)
-    positions = []
+    positions: list[Found] = []
+    are_left = torch.ones(len(target_prob), dtype=torch.bool, device=target_prob.device)
     for i in range(num_drafted):
         if draft_logits is None:
             divergence = _of_one_hot(target_prob[:, i], rule)
@@ -87,9 +94,15 @@ def find_deltas_of_block(
             divergence = _of_laws(*laws_at(target_logits, draft_logits, None, i), rule)
         positions.append(_largest(divergence, _left(rule, target_prob[:, i])))
         rule = spent(rule, positions[-1].kl)
+        if goes_on is not None and target_prob.is_cpu:  # a GPU would have to be waited for
+            are_left = are_left & goes_on(i, positions[-1].delta)
+            if not are_left.any():
+                break
     if not positions:
         return Found(target_prob, target_prob, target_prob)
-    return Found(*(torch.stack(fields, dim=1) for fields in zip(*positions, strict=True)))
+    missing = (0, num_drafted - len(positions))
+    fields = (torch.stack(values, dim=1) for values in zip(*positions, strict=True))
+    return Found(*(torch.nn.functional.pad(field, missing) for field in fields))
 
 
 def spent(rule: Cactus, kl: Tensor) -> Cactus:

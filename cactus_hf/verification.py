@@ -15,7 +15,7 @@ from torch import Tensor
 from . import kernels
 from .acceptance import AcceptanceRule, Drafted
 from .checks import bad_target_error, check_block, check_draft_lengths, check_uniforms, warn_bad_draft
-from .kl_budget import binary_kl, find_deltas_of_block, has_budget
+from .kl_budget import Found, binary_kl, find_deltas_of_block, has_budget
 from .parameters import move_rule
 from .probabilities import LEAST_TOTAL, Normaliser, draw, laws_at, normalise, row_probs, token_logits, widened
 
@@ -145,11 +145,12 @@ def verify_block(
         draft_prob = draft.probability(token_logits(draft_logits, tokens))
     entropy, rank = _entropy_and_rank(rule.needs, target_logits[:, :num_drafted], tokens)
     from_rows = _from_rows(rule, target_logits, draft_logits, tokens)
-    found = find_deltas_of_block(target_logits, draft_logits, rule, target_prob) if has_budget(rule) else None
-    drafted = Drafted(target_prob, draft_prob, entropy, rank, from_rows=from_rows, delta=found and found.delta)
+    drafted = Drafted(target_prob, draft_prob, entropy, rank, from_rows=from_rows)
+    tests = uniforms[:, :num_drafted].double()
+    found = _within_budget(rule, (target_logits, draft_logits), drafted, tests, lengths)
+    drafted = drafted._replace(delta=found and found.delta)
     drafted = drafted._replace(raised_prob=rule.raised_prob(drafted))
 
-    tests = uniforms[:, :num_drafted].double()
     is_kept = up_to_last.peak.isfinite() & (tests < rule.accept(drafted))
     num_accepted = torch.minimum(num_leading(is_kept), lengths)
     is_rejected = num_accepted < lengths
@@ -262,6 +263,20 @@ def _from_rows(
         return rule.read_rows(none, none)
     laws = (laws_at(target_logits, draft_logits, tokens, position) for position in range(tokens.shape[1]))
     return torch.stack([rule.read_rows(target, draft) for target, draft in laws], dim=1)
+
+
+def _within_budget(
+    rule: AcceptanceRule, logits: tuple[Tensor, Tensor | None], drafted: Drafted, tests: Tensor, lengths: Tensor
+) -> Found | None:
+    """The deltas of a rule with a budget, up to where the `tests` [B, m] reject a draft of every row."""
+    if not has_budget(rule):
+        return None
+
+    def goes_on(i: int, delta: Tensor) -> Tensor:
+        at = Drafted(drafted.target_prob[:, i], drafted.draft_prob[:, i], delta=delta)
+        return (i + 1 < lengths) & (tests[:, i] < rule.accept(at))
+
+    return find_deltas_of_block(*logits, rule, drafted.target_prob, goes_on)
 
 
 def _ball_kl(drafted: Drafted) -> Tensor:

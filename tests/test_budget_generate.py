@@ -8,7 +8,7 @@ import types
 import laws
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import cactus_hf
 import tiny
@@ -41,7 +41,7 @@ class TestLaw:
     def test_a_budget_of_each_row(self, vocabulary8) -> None:
         budgets = torch.tensor([0.05, 0.4, 0.0, 0.05]).repeat(64)
         counts = laws.frequencies(
-            vocabulary8, 40, assistant_model=tiny.vocabulary8(1), cactus_kl=budgets, num_assistant_tokens=2
+            vocabulary8, 16, assistant_model=tiny.vocabulary8(1), cactus_kl=budgets, num_assistant_tokens=2
         )
         law = {budget: self.exact(Cactus(kl_budget=budget), 2) for budget in (0.0, 0.05, 0.4)}
         laws.assert_follows(counts, torch.stack([law[0.05][0], law[0.4][1], law[0.0][2], law[0.05][3]]))
@@ -49,18 +49,18 @@ class TestLaw:
             laws.assert_follows(counts, law[0.0])
 
     def test_a_total(self, vocabulary8) -> None:
-        """So small that the second position of a text often has less than the first."""
-        options = {"cactus_kl": 0.2, "cactus_kl_total": 0.3, "num_assistant_tokens": 2}
-        counts = laws.frequencies(vocabulary8, 40, assistant_model=tiny.vocabulary8(1), **options)
-        laws.assert_follows(counts, self.exact(Cactus(kl_budget=0.2, kl_total=0.3), 2))
+        """So small that the second position of a text has less than the first."""
+        options = {"cactus_kl": 0.4, "cactus_kl_total": 0.45, "num_assistant_tokens": 2}
+        counts = laws.frequencies(vocabulary8, 16, assistant_model=tiny.vocabulary8(1), **options)
+        laws.assert_follows(counts, self.exact(Cactus(kl_budget=0.4, kl_total=0.45), 2))
         with pytest.raises(AssertionError):
-            laws.assert_follows(counts, self.exact(Cactus(kl_budget=0.2), 2))
+            laws.assert_follows(counts, self.exact(Cactus(kl_budget=0.4), 2))
 
     def test_one_row(self, vocabulary8) -> None:
         counts = torch.zeros(1, 8, 8, 8)
         prompt = laws.PROMPTS.row(1)
         options = {"cactus_kl_total": 0.4, "num_assistant_tokens": 2, "max_new_tokens": 3, **SAMPLE}
-        for _ in range(400):
+        for _ in range(200):
             output = vocabulary8.generate(**prompt.inputs, assistant_model=tiny.vocabulary8(1), **options)
             counts[(0, *output.sequences[0, -3:])] += 1
         laws.assert_follows(counts, self.exact(Cactus(kl_total=0.4), 2)[1:2])
@@ -100,7 +100,7 @@ class TestSpending:
         totals = torch.tensor([0.0, 0.3, 1.0, torch.inf], dtype=torch.float64)
         torch.manual_seed(1)
         output = target.generate(
-            **tiny.ragged_prompts().inputs, **SAMPLE | options, cactus_kl_total=totals.tolist(), max_new_tokens=40
+            **tiny.ragged_prompts().inputs, **SAMPLE | options, cactus_kl_total=totals.tolist(), max_new_tokens=24
         )
         stats = output.speculation
         assert (stats.emitted_kl_sum <= totals + EXACT).all() and stats.emitted_kl_sum[0] == 0
@@ -125,7 +125,7 @@ class TestSpending:
     def test_then_the_row_is_lossless(self, pair) -> None:
         target, draft = pair
         output = target.generate(
-            **tiny.ragged_prompts().inputs, assistant_model=draft, **SAMPLE, cactus_kl_total=0.2, max_new_tokens=100
+            **tiny.ragged_prompts().inputs, assistant_model=draft, **SAMPLE, cactus_kl_total=0.2, max_new_tokens=70
         )
         stats = output.speculation
         torch.testing.assert_close(stats.emitted_kl_sum, torch.full_like(stats.emitted_kl_sum, 0.2), rtol=0.01, atol=0)
@@ -172,7 +172,7 @@ class TestSpending:
 
         def kl(total: float) -> float:
             output = target.generate(
-                torch.tensor([[5, 6, 7]]), assistant_model=draft, **SAMPLE, cactus_kl_total=total, max_new_tokens=60,
+                torch.tensor([[5, 6, 7]]), assistant_model=draft, **SAMPLE, cactus_kl_total=total, max_new_tokens=30,
                 generator=[1],
             )  # fmt: skip
             return float(output.speculation.emitted_kl_sum)
@@ -215,11 +215,3 @@ class TestOptions:
         assert GenerationConfig.from_pretrained(tmp_path).cactus_kl_total == [0.5]
         output = loaded.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, **SAMPLE, max_new_tokens=60)
         assert float(output.speculation.emitted_kl_sum) == pytest.approx(0.5, rel=0.01)
-
-    def test_compiled_passes(self, pair) -> None:
-        target, draft = pair
-        options = {"cache_implementation": "static", "compile_config": CompileConfig(backend="eager"), **SAMPLE}
-        output = target.generate(
-            **tiny.ragged_prompts().inputs, assistant_model=draft, **options, cactus_kl_total=0.3, max_new_tokens=12
-        )
-        assert (output.speculation.emitted_kl_sum <= 0.3 + EXACT).all()

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import reference
 import torch
-from test_law import PAIRS, random_pairs
+from law_pairs import PAIRS, random_pairs
 from torch import Tensor
 
 from cactus_hf import Cactus, SpeculativeSampling, Verification, emitted_law, verify
@@ -160,6 +160,18 @@ class TestBlocks:
         expected = find_deltas_of_block(self.target, self.draft, Cactus(kl_budget=0.1), self.prob())
         is_law = torch.tensor([[True, False, True], [True, True, False]])
         torch.testing.assert_close(found.kl[is_law], expected.kl[is_law], rtol=1e-2, atol=0)
+
+    def test_positions_that_no_row_reaches_are_left_out(self) -> None:
+        asked = []
+
+        def is_kept(i: int, delta: Tensor) -> Tensor:
+            asked.append((i, delta.tolist()))
+            return torch.tensor([False, i == 0])
+
+        found = find_deltas_of_block(self.target, self.draft, Cactus(kl_budget=0.1), self.prob(), is_kept)
+        expected = find_deltas_of_block(self.target, self.draft, Cactus(kl_budget=0.1), self.prob())
+        assert asked == [(i, expected.delta[:, i].tolist()) for i in (0, 1)]
+        assert torch.equal(found.kl[:, :2], expected.kl[:, :2]) and (found.kl[:, 2] == 0).all()
 
     def test_no_drafts(self) -> None:
         result = verify(self.target[:, 3:], self.tokens[:, :0], self.draft[:, :0], Cactus(kl_budget=0.1))
