@@ -83,6 +83,9 @@ def assert_agree(block: Block, rule: AcceptanceRule, tile: int = 64) -> Verifica
     assert torch.equal(result.bad_target, expected.bad_target)
     is_law = expected.bad_target < 0  # the other rows mean nothing
     for name, want, got in zip(expected._fields, expected, result, strict=True):
+        if want is None or got is None:  # what budgets have found; the kernels serve none
+            assert want is got, name
+            continue
         assert got.dtype == want.dtype and got.shape == want.shape, name
         want, got = want[is_law], got[is_law]
         if name == "ball_kl":
