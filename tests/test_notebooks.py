@@ -23,7 +23,7 @@ def test_it_runs(name: str, real_pair, tmp_path: Path, monkeypatch: pytest.Monke
     for variable in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"):
         monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.setenv("CACTUS_HF_SMALL", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in the other tests: more threads than free cores wait for each other
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # more threads than free cores wait for each other
     notebook = read(name)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
