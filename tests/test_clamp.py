@@ -24,7 +24,7 @@ def mentored(
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_keeps_its_budget_and_uses_it_up(name: str) -> None:
-    for pair in PAIRS:
+    for pair in PAIRS[::2]:
         target, draft = (probs.expand(len(BUDGETS), -1) for probs in pair)
         below, above = clamp_bounds(target, draft, BUDGETS, name).unbind(-1)
         assert ((below >= 0) & (below <= 1) & (above >= 1)).all()
