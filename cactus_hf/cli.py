@@ -28,7 +28,7 @@ COMMANDS = (
     Command("tune", "cactus_hf.tune", "find the fastest draft length of a pair on this device, and write it down"),
     Command("calibrate", "cactus_hf.calibration.command", "find the delta for a divergence, acceptance or speed"),
     Command("eval", "cactus_hf.evaluation.command", "score acceptance rules on benchmark tasks"),
-    Command("plot", "cactus_hf.plotting.command", "draw what the theory says, as PNG pictures"),
+    Command("plot", "cactus_hf.plotting.command", "draw the theory, or the scores of eval, as PNG pictures"),
     Command("distill", "cactus_hf.embedded.distill", "make the embedded draft anew by distillation"),
 )
 

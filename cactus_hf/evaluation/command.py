@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         required=True,
         metavar="FILE",
-        help="JSON lines, one an answer; a file that is there is gone on with",
+        help="JSON lines, one an answer; an existing file is continued",
     )
     add("--json", metavar="FILE", help="write JSON lines, one a method")
 
