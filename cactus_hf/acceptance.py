@@ -104,7 +104,7 @@ class AcceptanceRule(ABC):
         return hash(self._key())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Cactus(AcceptanceRule):
     """
     Cactus: speculative sampling towards the target with the drafted token raised from q_n to gamma_n.
@@ -167,6 +167,11 @@ class Cactus(AcceptanceRule):
             return drafted.raised_prob
         delta = drafted.delta if self.delta is None else per_row(self.delta, drafted.target_prob)
         return self.raise_to(drafted.target_prob, cast(Tensor | float, delta))
+
+    def __repr__(self) -> str:
+        values = ((each.name, each.default, getattr(self, each.name)) for each in fields(self))
+        given = [f"{name}={value!r}" for name, usual, value in values if isinstance(value, Tensor) or value != usual]
+        return f"Cactus({', '.join(given)})"
 
     def raise_to(self, target_prob: Tensor, delta: Tensor | float) -> Tensor:
         """gamma at a delta that broadcasts against q_n."""

@@ -348,3 +348,9 @@ class TestParameters:
         assert rule.delta.tolist() == [1, 2]
         with pytest.raises(AttributeError):
             rule.delta = 3.0
+
+
+def test_cactus_shows_what_was_given():
+    assert repr(Cactus(0.3)) == "Cactus(delta=0.3)"
+    assert repr(Cactus(kl_total=torch.tensor([1.0, 2.0]))) == "Cactus(kl_total=tensor([1., 2.]))"
+    assert repr(Cactus(0.0, solver="exact")) == "Cactus(delta=0.0, solver='exact')"
