@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 
@@ -112,6 +114,48 @@ def prepared(args: argparse.Namespace, pair: Pair) -> Pair:
 
         target, draft, name = pack_linears(target), pack_linears(draft), f"{name}, packed"
     return Pair(name, target, draft, tokenizer)
+
+
+def check_folders(args: argparse.Namespace, *options: str) -> None:
+    """
+    Raises:
+        ValueError: if the folder of a file that is to be written is not there.
+    """
+    for option in options:
+        path = getattr(args, option)
+        if path and not Path(path).parent.is_dir():
+            raise ValueError(f"--{option} {path}: there is no folder {Path(path).parent}. Make it first.")
+
+
+def make_output_folder(args: argparse.Namespace) -> None:
+    """
+    Makes the folder `--output` if one is asked for: at the start, and not when all has been measured.
+
+    Raises:
+        ValueError: if that cannot be.
+    """
+    if args.output:
+        try:
+            Path(args.output).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--output {args.output} cannot be a folder: {error.strerror}. Give another.") from None
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keeps advice to those who call `generate()` themselves out of the tables."""
+    import warnings
+
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # other packages' calls
+            yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def check_room(target: PreTrainedModel, num_tokens: int, remedy: str) -> None:

@@ -88,9 +88,14 @@ def emitted_divergence(
     for position in range(target_logits.shape[1]):
         target_probs, draft_probs = laws_at(target_logits, draft_logits, draft_tokens, position)
         law, _ = emission(target_probs, draft_probs, rule)
-        kl[:, position] = (torch.xlogy(law, law) - torch.xlogy(law, target_probs)).sum(-1).clamp(min=0)
-        tv[:, position] = (law - target_probs).abs().sum(-1) / 2
+        kl[:, position], tv[:, position] = distances(law, target_probs)
     return kl, tv
+
+
+def distances(law: Tensor, target_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(h || q) in nats and the total variation of laws [..., V] from the target's."""
+    kl = (torch.xlogy(law, law) - torch.xlogy(law, target_probs)).sum(-1).clamp(min=0)
+    return kl, (law - target_probs).abs().sum(-1) / 2
 
 
 def has_closed_form(rule: AcceptanceRule) -> bool:

@@ -86,12 +86,12 @@ def table(rows: list[Row]) -> str:
     return aligned(lines)
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> str:
+def aligned(lines: Sequence[Sequence[str]], gap: str = " ") -> str:
     """Cells in columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         line[0].ljust(widths[0])
-        + "".join(" " + cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        + "".join(gap + cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
         for line in lines
     )
 

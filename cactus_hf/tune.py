@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
@@ -15,6 +14,7 @@ from .arguments import (
     check_room,
     encode,
     load,
+    make_output_folder,
     number,
     pad_token_id,
     sampling_options,
@@ -80,11 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tunes, and returns the exit status."""
     check_models(args)
-    if args.output:
-        try:
-            Path(args.output).mkdir(parents=True, exist_ok=True)  # now, and not when all has been measured
-        except OSError as error:
-            raise ValueError(f"--output {args.output} cannot be a folder: {error.strerror}. Give another.") from None
+    make_output_folder(args)
     if max(args.lengths) == 0:
         raise ValueError("--lengths 0 alone drafts nothing: give others as well.")
     from tqdm import tqdm

@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..arguments import Pair, Prompt, check_room, encode, load, pad_token_id, prepared, sampling_options
+from ..arguments import (
+    Pair,
+    Prompt,
+    check_room,
+    encode,
+    load,
+    pad_token_id,
+    prepared,
+    quiet_transformers,
+    sampling_options,
+)
 from . import options
 from .options import add_arguments, chosen_kinds
 
@@ -22,7 +32,7 @@ __all__ = ["add_arguments", "run"]
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark and returns the exit status."""
     options.check_options(args)
-    with _threads(args.threads), _quiet_transformers():
+    with _threads(args.threads), quiet_transformers():
         if args.verify:
             from .verifying import run_verify
 
@@ -181,20 +191,3 @@ def _threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keeps advice to those who call `generate()` themselves out of the tables."""
-    import warnings
-
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # other packages' calls
-            yield
-    finally:
-        logging.set_verbosity(before)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from ..arguments import TEMPERATURE, add_models, add_sampling, check_models, number
+from ..arguments import TEMPERATURE, add_models, add_sampling, check_folders, check_models, number
 
 
 DELTAS = (0.0, 0.5, 1.0)  # nats
@@ -88,10 +87,7 @@ def check_options(args: argparse.Namespace) -> None:
         ImportError: for a package that one of them needs.
     """
     check_models(args)
-    for option in ("json", "plot"):
-        path = getattr(args, option)
-        if path and not Path(path).parent.is_dir():
-            raise ValueError(f"--{option} {path}: there is no folder {Path(path).parent}. Make it first.")
+    check_folders(args, "json", "plot")
     if args.verify:
         return _check_verify(args)
     if args.vocab_sizes:

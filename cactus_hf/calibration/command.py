@@ -8,7 +8,18 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import add_models, add_sampling, check_models, encode, load, number, pad_token_id, sampling_options
+from ..arguments import (
+    add_models,
+    add_sampling,
+    check_folders,
+    check_models,
+    encode,
+    load,
+    make_output_folder,
+    number,
+    pad_token_id,
+    sampling_options,
+)
 
 
 if TYPE_CHECKING:
@@ -123,15 +134,8 @@ def _check_options(args: argparse.Namespace) -> RoundCosts | None:
     for option in ("check", "output"):
         if getattr(args, option) and not has_answers:
             raise ValueError(f"--{option} is for an answer: ask for one by --kl, --acceptance or --costs.")
-    if args.output:
-        try:
-            Path(args.output).mkdir(parents=True, exist_ok=True)  # now, and not when all has been measured
-        except OSError as error:
-            raise ValueError(f"--output {args.output} cannot be a folder: {error.strerror}. Give another.") from None
-    for option in ("resume", "plot"):
-        path = getattr(args, option)
-        if path and not Path(path).parent.is_dir():
-            raise ValueError(f"--{option} {path}: there is no folder {Path(path).parent}. Make it first.")
+    make_output_folder(args)
+    check_folders(args, "resume", "plot")
     if args.plot:
         from ..plotting.style import check_picture
 

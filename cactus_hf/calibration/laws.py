@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..acceptance import AcceptanceRule, Cactus, Drafted
 from ..kl_budget import binary_kl, has_budget
-from ..law import emission, law_ratio, sorted_cactus_law
+from ..law import distances, emission, law_ratio, sorted_cactus_law
 from ..probabilities import widened
 
 
@@ -113,8 +113,7 @@ def _of_cactus(rows: Rows, rule: Cactus) -> Values:
 
 def _of_law(rows: Rows, law: Tensor, kept: Tensor) -> Values:
     """Of an emitted law [N, K], of which `kept` [N, K] are kept drafts."""
-    kl = (torch.xlogy(law, law) - torch.xlogy(law, rows.target)).sum(-1).clamp(min=0)
-    tv = (law - rows.target).abs().sum(-1) / 2
+    kl, tv = distances(law, rows.target)
     # The text was drawn from the target, so the divisor is not 0
     token_kept = (kept.gather(-1, rows.place) / rows.target.gather(-1, rows.place)).squeeze(-1)
     return Values(kept.sum(-1), token_kept, kl, tv, torch.zeros_like(kl))

@@ -11,7 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import Pair, add_models, check_models, check_room, load, number, pad_token_id
+from ..arguments import (
+    Pair,
+    add_models,
+    check_folders,
+    check_models,
+    check_room,
+    load,
+    number,
+    pad_token_id,
+    quiet_transformers,
+)
 from .methods import PLAIN, Method, method_name, syntax
 
 
@@ -87,10 +97,7 @@ def check_options(args: argparse.Namespace) -> None:
 
     check_models(args)
     check_lm_eval()
-    for option in ("output", "json"):
-        path = getattr(args, option)
-        if path and not Path(path).parent.is_dir():
-            raise ValueError(f"--{option} {path}: there is no folder {Path(path).parent}. Make it first.")
+    check_folders(args, "output", "json")
     if args.data and not Path(args.data).is_file():
         raise ValueError(f"--data {args.data}: there is no such file. Without --data the questions come from the Hub.")
 
@@ -218,13 +225,7 @@ def _quiet_lm_eval() -> Iterator[None]:
     """Keeps lm-eval's and datasets' own words and bars out of the output."""
     import os
 
-    from transformers.utils import logging as transformers_logging
-
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    try:
+    with quiet_transformers():
         yield
-    finally:
-        transformers_logging.set_verbosity(before)

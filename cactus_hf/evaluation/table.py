@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..report import json_number
+from ..report import aligned, json_number
 from .summary import Summary, compare
 
 
@@ -23,16 +23,7 @@ aimed at, KL: of the law emitted, nats a checked draft. length: tokens an answer
 
 def table(summaries: Sequence[Summary]) -> str:
     """One task's methods as text."""
-    rows = [HEADS, *(_cells(summary, summaries) for summary in summaries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
-    lines = []
-    for row in rows:
-        cells = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return aligned([HEADS, *(_cells(summary, summaries) for summary in summaries)], gap="  ")
 
 
 def _cells(summary: Summary, all_of_task: Sequence[Summary]) -> tuple[str, ...]:

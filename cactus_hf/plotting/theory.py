@@ -15,6 +15,7 @@ from ..acceptance import AcceptanceRule, Cactus, Mixture
 from ..bounded_rules import Lenience, Mentored
 from ..calibration.laws import Rows, limit_laws
 from ..divergences import DIVERGENCES, SOLVERS, raise_prob
+from ..kl_budget import binary_kl
 from ..law import emission, law_ratio
 from .style import (
     BLACK,
@@ -121,7 +122,7 @@ def draw_ball(figure: Figure, deltas: Sequence[float] = (0.1, 0.5, 1.0)) -> None
     panels = figure.subplots(1, len(deltas))
     for panel, delta in zip(panels, deltas, strict=True):
         for solver, colour, dash in zip(SOLVERS, (BLUE, ORANGE), ("-", "--"), strict=True):
-            kl = ball_kl(raise_prob(q, delta, "kl", solver), q)
+            kl = binary_kl(q, raise_prob(q, delta, "kl", solver))
             panel.plot(q, kl, color=colour, linestyle=dash, label=f'solver="{solver}"')
         panel.axhline(delta, color=BLACK, linewidth=1, linestyle=":", label="delta")
         panel.axhline(math.log1p(2 * delta), color=BLACK, linewidth=1, linestyle="-.", label="ln(1 + 2 delta)")
@@ -132,12 +133,6 @@ def draw_ball(figure: Figure, deltas: Sequence[float] = (0.1, 0.5, 1.0)) -> None
         panel.set_ylim(0, 1.15 * math.log1p(2 * delta))
     panels[0].set_ylabel("KL(h || q), nats")
     legend_below(figure, num_columns=4)
-
-
-def ball_kl(raised: Tensor, q: Tensor) -> Tensor:
-    """KL(h || q) in nats of the law aimed at: that of (gamma, 1 - gamma) from (q, 1 - q)."""
-    terms = DIVERGENCES["kl"].terms
-    return terms(raised, q) + terms(1 - raised, 1 - q)
 
 
 def draw_tradeoff(figure: Figure, target: Tensor, draft: Tensor) -> None:
