@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+    from .acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling
     from .bounded_rules import Lenience, Mentored
     from .calibration.measuring import calibrate
     from .calibration.result import Calibration
     from .counters import SpeculationStats, TokenKind, track
     from .divergences import gamma
     from .generation import disable, enable
+    from .heuristic_rules import TopK, TypicalAcceptance
     from .law import emitted_law
     from .outputs import SpeculativeOutput
     from .packed_linears import pack_linears, unpack_linears
@@ -30,20 +31,14 @@ __version__ = "0.1.0"
 # Where each public name lives. They are imported when first asked for, as torch and transformers take seconds, which
 # `cactus-hf --help` should not.
 _HOMES = {
-    "acceptance": (
-        "AcceptanceRule",
-        "Cactus",
-        "Mixture",
-        "SpeculativeSampling",
-        "TopK",
-        "TypicalAcceptance",
-    ),
+    "acceptance": ("AcceptanceRule", "Cactus", "Mixture", "SpeculativeSampling"),
     "bounded_rules": ("Lenience", "Mentored"),
     "calibration.measuring": ("calibrate",),
     "calibration.result": ("Calibration",),
     "counters": ("SpeculationStats", "TokenKind", "track"),
     "divergences": ("gamma",),
     "generation": ("disable", "enable"),
+    "heuristic_rules": ("TopK", "TypicalAcceptance"),
     "law": ("emitted_law",),
     "outputs": ("SpeculativeOutput",),
     "packed_linears": ("pack_linears", "unpack_linears"),

@@ -14,8 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 
-from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling
 from cactus_hf.bounded_rules import Lenience
+from cactus_hf.heuristic_rules import TopK, TypicalAcceptance
 from cactus_hf.kernels.verify import verify_block as fused
 from cactus_hf.parameters import move_rule
 from cactus_hf.probabilities import Normaliser

@@ -14,8 +14,9 @@ from functools import cache
 
 from torch import Tensor
 
-from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling
 from cactus_hf.bounded_rules import Lenience, Mentored
+from cactus_hf.heuristic_rules import TopK, TypicalAcceptance
 
 
 def parameter(value, row: int) -> float:

@@ -12,17 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cactus_hf.acceptance import (
-    AcceptanceRule,
-    Cactus,
-    Drafted,
-    Mixture,
-    SpeculativeSampling,
-    TopK,
-    TypicalAcceptance,
-)
+from cactus_hf.acceptance import AcceptanceRule, Cactus, Drafted, Mixture, SpeculativeSampling
 from cactus_hf.bounded_rules import Lenience, Mentored
 from cactus_hf.divergences import DIVERGENCES, gamma
+from cactus_hf.heuristic_rules import TopK, TypicalAcceptance
 from cactus_hf.parameters import check_num_rows, move_rule, repeat_rows, select_rows
 
 

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 
 pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
@@ -102,6 +103,9 @@ def test_an_answer_is_scored_up_to_its_stop(pair_folder, data):
         assert answer.new_tokens < 200
     thought = evaluation._scored(tokenizer("a</think>bqc")["input_ids"], ("q",))
     assert thought == "b"
+    evaluation.options["pad_token_id"] = target.generation_config.eos_token_id = 1
+    stopped, ended, whole = tokenizer("abq")["input_ids"] + [1, 1], [*tokenizer("ab")["input_ids"], 1, 1, 1], [5] * 5
+    assert evaluation._lengths(torch.tensor([stopped, ended, whole]), ("q",)) == [3, 3, 5], "the pad token ends rows"
 
 
 def test_a_run_cut_short_is_gone_on_with(options, found, tmp_path):

@@ -17,8 +17,9 @@ from torch import Tensor
 import cactus_hf
 import tiny
 from cactus_hf import kernels
-from cactus_hf.acceptance import AcceptanceRule, Cactus, Drafted, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.acceptance import AcceptanceRule, Cactus, Drafted, Mixture, SpeculativeSampling
 from cactus_hf.bounded_rules import Lenience, Mentored
+from cactus_hf.heuristic_rules import TopK, TypicalAcceptance
 from cactus_hf.kernels.tiles import TILE
 from cactus_hf.kernels.verify import verify_block as fused
 from cactus_hf.parameters import select_rows

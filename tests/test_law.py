@@ -12,16 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_pairs import PAIRS, random_pairs
 
-from cactus_hf.acceptance import (
-    AcceptanceRule,
-    Cactus,
-    Mixture,
-    SpeculativeSampling,
-    TopK,
-    TypicalAcceptance,
-)
+from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling
 from cactus_hf.bounded_rules import Lenience, Mentored
 from cactus_hf.divergences import DIVERGENCES
+from cactus_hf.heuristic_rules import TopK, TypicalAcceptance
 from cactus_hf.law import emitted_divergence, emitted_law
 
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling
 from cactus_hf.bounded_rules import Lenience, Mentored
+from cactus_hf.heuristic_rules import TopK, TypicalAcceptance
 from cactus_hf.parameters import move_rule
 from cactus_hf.probabilities import draw
 from cactus_hf.verification import Verification, match_greedy, verify, verify_block

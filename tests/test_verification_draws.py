@@ -12,9 +12,10 @@ import reference
 import torch
 from torch import Tensor
 
-from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from cactus_hf.acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling
 from cactus_hf.bounded_rules import Lenience, Mentored
 from cactus_hf.divergences import gamma
+from cactus_hf.heuristic_rules import TopK, TypicalAcceptance
 from cactus_hf.law import emitted_law
 from cactus_hf.parameters import select_rows
 from cactus_hf.probabilities import draw

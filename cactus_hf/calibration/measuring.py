@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..acceptance import AcceptanceRule, Cactus, Mixture, TopK, TypicalAcceptance
+from ..acceptance import AcceptanceRule, Cactus, Mixture
 from ..arguments import Prompt, encode
 from ..bounded_rules import Lenience, Mentored
+from ..heuristic_rules import TopK, TypicalAcceptance
 from ..kl_budget import has_budget
 from ..law import has_closed_form
 from ..parameters import check_delta, is_integer

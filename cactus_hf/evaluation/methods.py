@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from ..acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling
 from ..bounded_rules import Lenience, Mentored
+from ..heuristic_rules import TopK, TypicalAcceptance
 
 
 PLAIN = "plain"

@@ -54,7 +54,7 @@ class Evaluation:
             output, seconds = timed(lambda: self.target.generate(**options), self.target.device)
         new = output[:, inputs["input_ids"].shape[1] :]
         stats = None if method.is_plain else calls[0]
-        lengths = self._lengths(new) if stats is None else stats.emitted.tolist()
+        lengths = self._lengths(new, stops) if stats is None else stats.emitted.tolist()
         answers = []
         for row, question in enumerate(questions):
             ids = new[row, : lengths[row]].tolist()
@@ -75,15 +75,21 @@ class Evaluation:
             )
         return answers
 
-    def _lengths(self, new: torch.Tensor) -> list[int]:
-        """Tokens of each row up to the padding behind its end, which is longer than one if the pad token ends rows."""
+    def _lengths(self, new: torch.Tensor, stops: Sequence[str]) -> list[int]:
+        """Tokens of each row up to the padding behind its end, which may be the pad token itself."""
         pad, ends = self.options["pad_token_id"], self._ends()
         lengths = []
         for ids in new.tolist():
             while len(ids) > 1 and ids[-1] == pad and (pad not in ends or ids[-2] in ends):
                 ids.pop()
+            if ids[-1] == pad and self._has_stop(ids[:-1], stops):
+                ids.pop()
             lengths.append(len(ids))
         return lengths
+
+    def _has_stop(self, ids: list[int], stops: Sequence[str]) -> bool:
+        text = self.tokenizer.decode(ids) if stops else ""
+        return any(stop in text for stop in stops)
 
     def _ends(self) -> list[int]:
         ends = self.target.generation_config.eos_token_id

@@ -18,7 +18,8 @@ import triton
 from torch import Tensor
 
 from .. import __version__
-from ..acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling, TopK, TypicalAcceptance
+from ..acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling
+from ..heuristic_rules import TopK, TypicalAcceptance
 from ..law import emitted_law
 from ..verification import verify_block
 from .roofline import Inputs, make_inputs, measure, table
