@@ -90,7 +90,14 @@ def repeat_rows(rule: Rule, num_rows: int, repeats: int) -> Rule:
 
 def move_rule(rule: Rule, device: torch.device) -> Rule:
     """The rule with its parameters on `device`."""
-    return _map_tensor_fields(rule, lambda value: value.to(device))
+    return _map_tensor_fields(rule, lambda value: to_device(value, device))
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. A GPU that it has to be copied to is not waited for."""
+    if values.device.type == "cpu" and device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def _tensor_fields(rule: AcceptanceRule) -> dict[str, Tensor]:
