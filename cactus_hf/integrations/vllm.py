@@ -91,7 +91,9 @@ def _installing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _runner(vllm_config: Any) -> ModuleType:
     """What knows the engine's model runner: `install`, and `check` for the rules that are exact there."""
     if vllm_config.use_v2_model_runner:
-        raise ValueError("Model Runner V2 is not supported: set VLLM_USE_V2_MODEL_RUNNER=0.")
+        from . import vllm_v2
+
+        return vllm_v2
     from . import vllm_v1
 
     return vllm_v1

@@ -57,7 +57,7 @@ def test_drafts_taken_back():
 def test_law_is_the_emitted_law():
     """Requests of three deltas in one batch: what they emit, and whether it is the draft, by chi-square."""
     draft = torch.tensor([0.10, 0.35, 0.05, 0.15, 0.25, 0.10])
-    num, rules = 360, [Cactus(0.0), Cactus(0.1), Cactus(1.0)]
+    num, rules = 270, [Cactus(0.0), Cactus(0.1), Cactus(1.0)]
     slots = torch.randperm(num).tolist()
     step = Step(
         [1] * num, slots, TARGET.log().repeat(2 * num, 1), 0.7 * draft.log().repeat(num, 1, 1),
@@ -77,7 +77,7 @@ def test_law_is_the_emitted_law():
 
 
 def test_law_of_one_hot_drafts():
-    num, rule = 150, Cactus(0.5)
+    num, rule = 100, Cactus(0.5)
     drafted = torch.tensor([0, 3], dtype=torch.int32).repeat(num)
     step = Step([1] * num, list(range(num)), TARGET.log().repeat(2 * num, 1), None, torch.ones(num), drafted)
     tokens, _ = step.follow(dict.fromkeys(range(num), rule), STOCK)
