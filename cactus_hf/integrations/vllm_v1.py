@@ -1,10 +1,12 @@
 """vLLM's Model Runner V1: the rule of each row, and the function that accepts drafts.
 
-`vllm.v1.sample.rejection_sampler.rejection_sample` gets the target's logits after temperature, top-k and top-p, and
-the draft's laws. Cactus is that function on other logits: the drafted token's is raised until its probability is
-gamma, which leaves the others in proportion, and that is the law it aims at. So vLLM's kernels and seeds stay, and a
-row of delta 0 gets the text it has without the plugin. Rows under a rule with another test are verified anew by
+`vllm.v1.sample.rejection_sampler.rejection_sample` gets the target's logits behind temperature, top-k and top-p, and
+the draft's laws. Cactus is that function on other logits (`flat_rows.py`), so vLLM's kernels and seeds stay, and a row
+of delta 0 has the text that it has without the plugin. Rows under a rule with another test are verified anew by
 `verification.py`, and their tokens written over.
+
+Where vLLM has lost the laws that drafts were drawn from, as it does around a preemption, it takes them for certain,
+and the law of what comes out is wrong. Such drafts are taken back here.
 """
 
 from __future__ import annotations
@@ -16,19 +18,16 @@ import torch
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.sampling_params import SamplingType
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from ..acceptance import AcceptanceRule, Cactus, Drafted
-from ..kl_budget import binary_kl, find_deltas_of_block, has_budget
-from ..parameters import move_rule
-from ..probabilities import Normaliser, normalise
+from ..acceptance import AcceptanceRule, Cactus
+from ..parameters import to_device
 from ..verification import num_leading, verify_block
+from .flat_rows import cactus_rows, raise_logits
 from .vllm import Statistics, is_lossless, request_rule
 
 
-# Above the largest logit of a row, where gamma is 1: exp(-150) is 0 in float32
-CERTAIN = 150.0
+TAKEN_BACK = -1  # vLLM's token id for a draft that is to be rejected
 
 
 def check(rule: AcceptanceRule, params: SamplingParams | None = None) -> None:
@@ -46,7 +45,11 @@ def install(model_runner: Any, rule: AcceptanceRule, statistics: Statistics) -> 
     original = rejection_sampler.rejection_sample
     if original.__module__ != __name__:
         rejection_sampler.rejection_sample = _following_rules(original)
-    model_runner.input_batch.logitsprocs.argmax_invariant.append(RowRules(rule, statistics))
+    # The last of several pipeline stages drafts
+    has_laws = hasattr(getattr(model_runner, "drafter", None), "take_last_draft_probs")
+    are_drawn = has_laws and model_runner.speculative_config.draft_sample_method == "probabilistic"
+    row_rules = RowRules(rule, statistics, are_drawn)
+    model_runner.input_batch.logitsprocs.argmax_invariant.append(row_rules)
 
 
 class RowRules(LogitsProcessor):
@@ -56,7 +59,8 @@ class RowRules(LogitsProcessor):
     A logits processor that changes no logits: as such it hears of every row that comes, goes or moves.
     """
 
-    def __init__(self, default: AcceptanceRule, statistics: Statistics):
+    def __init__(self, default: AcceptanceRule, statistics: Statistics, are_drawn: bool):
+        self.are_drawn = are_drawn  # drafts, from laws that should be known
         self.default = default
         self.statistics = statistics
         self.rules: dict[int, AcceptanceRule] = {}
@@ -79,12 +83,12 @@ class RowRules(LogitsProcessor):
 class Block(NamedTuple):
     """What vLLM's function is called with: B rows, their N drafted tokens in succession."""
 
-    draft_token_ids: Tensor  # [N] int32; -1 for drafts taken back
+    draft_token_ids: Tensor  # [N] int32, or `TAKEN_BACK`
     num_draft_tokens: list[int]  # B numbers
     max_spec_len: int
     cu_num_draft_tokens: Tensor  # [B]
     draft_probs: Tensor | None  # [N, V] float32
-    target_logits: Tensor  # [N, V] float32, after temperature, top-k and top-p
+    target_logits: Tensor  # [N, V] float32, behind temperature, top-k and top-p
     bonus_token_ids: Tensor  # [B, 1]
     sampling_metadata: Any
 
@@ -94,6 +98,15 @@ class Block(NamedTuple):
         lengths = torch.tensor(self.num_draft_tokens)
         return (lengths.cumsum(0) - lengths).tolist()
 
+    def without_drawn_drafts(self) -> Block:
+        """With the drafts of greedy rows only."""
+        metadata = self.sampling_metadata
+        if metadata.all_greedy:
+            return self
+        lengths = self.cu_num_draft_tokens.diff(prepend=self.cu_num_draft_tokens.new_zeros(1))
+        is_greedy = (metadata.temperature == 0).repeat_interleave(lengths, output_size=len(self.draft_token_ids))
+        return self._replace(draft_token_ids=self.draft_token_ids.where(is_greedy, TAKEN_BACK))
+
 
 def _following_rules(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def rejection_sample(*args: Any, **options: Any) -> Tensor:
@@ -102,58 +115,28 @@ def _following_rules(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         row_rules = next((each for each in processors if isinstance(each, RowRules)), None)
         if row_rules is None or len(block.draft_token_ids) == 0:
             return original(*args, **options)
-        ball_kl = torch.zeros(len(block.draft_token_ids), dtype=torch.float64, device=block.target_logits.device)
-        # vLLM may report log-probabilities from these logits, and they are the target's
+        if row_rules.are_drawn and block.draft_probs is None:
+            block = block.without_drawn_drafts()
+        logits, rules, starts = block.target_logits, row_rules.rules, block.starts
+        ball_kl = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
         before = []
-        for cactus, indices in _cactus_rules(row_rules.rules, block):
-            at, logits, ball_kl[indices] = _raised_logits(cactus, indices, block)
-            before.append((at, block.target_logits[at]))
-            block.target_logits[at] = logits
-        tokens = original(*args, **options)
-        for at, logits in before:
-            block.target_logits[at] = logits
-        for rule, rows in _other_rules(row_rules.rules, block).items():
-            _write_verified(rule, rows, block, tokens)
+        for rows in cactus_rows(rules, starts, block.num_draft_tokens, logits.device):
+            drafted = block.draft_token_ids[rows.at].long()
+            draft_probs = block.draft_probs if rows.has_budget else None
+            draft_logits = None if draft_probs is None else draft_probs[rows.at].log()
+            raised = raise_logits(logits, rows, drafted, draft_logits)
+            at = rows.at, drafted.clamp(min=0)
+            before.append((at, logits[at]))
+            logits[at], ball_kl[rows.at] = raised
+        tokens = original(*block, **options)
+        for at, values in before:  # vLLM takes log-probabilities of them, which are the target's
+            logits[at] = values
+        for rule, places in _other_rules(rules, block).items():
+            _write_verified(rule, places, block, tokens)
         row_rules.statistics.add(block.num_draft_tokens, (tokens >= 0).sum(1) - 1, ball_kl)
         return tokens
 
     return rejection_sample
-
-
-def _cactus_rules(rules: dict[int, AcceptanceRule], block: Block) -> list[tuple[Cactus, Tensor]]:
-    """Cactus with a parameter for each of some drafts, and their indices: those with a delta, those with a budget."""
-    device, starts = block.target_logits.device, block.starts
-    found = []
-    for is_budget in (False, True):
-        indices: list[int] = []
-        values: list[Any] = []
-        for row, rule in rules.items():
-            if isinstance(rule, Cactus) and has_budget(rule) == is_budget:
-                indices += range(starts[row], starts[row] + block.num_draft_tokens[row])
-                values += [rule.kl_budget if is_budget else rule.delta] * block.num_draft_tokens[row]
-        if indices:
-            parameters = torch.tensor(values, dtype=torch.float64)
-            rule_of_all = Cactus(kl_budget=parameters) if is_budget else Cactus(parameters)
-            found.append((move_rule(rule_of_all, device), async_tensor_h2d(indices, device, torch.int64)))
-    return found
-
-
-def _raised_logits(rule: Cactus, indices: Tensor, block: Block) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-    """Where the logits are to be changed, what to, and the KL in nats of the law that they then give."""
-    drafted = block.draft_token_ids[indices].long()
-    tokens = drafted.clamp(min=0)
-    law = Normaliser(*(field[indices] for field in normalise(block.target_logits)))
-    logits = block.target_logits[indices, tokens]
-    prob = law.probability(logits)
-    delta = None
-    if has_budget(rule):
-        draft_logits = None if block.draft_probs is None else block.draft_probs[indices].log().unsqueeze(1)
-        target_logits = block.target_logits[indices].unsqueeze(1)
-        delta = find_deltas_of_block(target_logits, draft_logits, rule, prob.unsqueeze(1)).delta.squeeze(1)
-    gamma = rule.raised_prob(Drafted(prob, prob, delta=delta))
-    gamma = torch.where(drafted >= 0, gamma, prob)
-    raised = torch.where(gamma < 1, logits + (gamma.logit() - prob.logit()), law.peak + CERTAIN)
-    return (indices, tokens), torch.where(gamma > prob, raised, logits).float(), binary_kl(prob, gamma)
 
 
 def _other_rules(rules: dict[int, AcceptanceRule], block: Block) -> dict[AcceptanceRule, list[int]]:
@@ -170,11 +153,9 @@ def _write_verified(rule: AcceptanceRule, rows: list[int], block: Block, tokens:
     from vllm.v1.sample.rejection_sampler import generate_uniform_probs
 
     device, width = tokens.device, tokens.shape[1]
-    starts = block.starts
-    row = async_tensor_h2d(rows, device, torch.int64)
-    start, length = (
-        async_tensor_h2d([each[i] for i in rows], device, torch.int64) for each in (starts, block.num_draft_tokens)
-    )
+    starts, lengths = block.starts, block.num_draft_tokens
+    described = torch.tensor([(i, starts[i], lengths[i]) for i in rows])
+    row, start, length = to_device(described, device).unbind(1)
     position = torch.arange(width, device=device)
     index = start[:, None] + position.clamp(max=width - 2)
     index.clamp_(max=len(block.draft_token_ids) - 1)  # what is beyond a row's drafts is not used

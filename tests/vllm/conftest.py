@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 
-# Read when vLLM is imported, by its child processes too
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-}
+IS_READY = {"cactus_hf", "cpu_shims"} <= importlib.metadata.entry_points(group="vllm.general_plugins").names
+
+if IS_READY:
+    # Read when vLLM is imported, by its child processes too
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    plugins = importlib.metadata.entry_points(group="vllm.general_plugins").names
-    if not {"cactus_hf", "cpu_shims"} <= plugins:
-        skip = pytest.mark.skip(reason="needs vLLM and its plugins: tests/vllm/run")
-        for item in items:
-            if Path(__file__).parent in item.path.parents:
-                item.add_marker(skip)
+    skip = pytest.mark.skip(reason="needs vLLM and its plugins: tests/vllm/run")
+    for item in items:
+        if not IS_READY and Path(__file__).parent in item.path.parents:
+            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +44,5 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
+def seed() -> None:
     torch.manual_seed(0)
-    yield

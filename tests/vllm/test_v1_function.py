@@ -1,4 +1,7 @@
-"""Model Runner V1's `rejection_sample` as the plugin leaves it, on made-up laws: every rule, without an engine."""
+"""Model Runner V1's `rejection_sample` as the plugin leaves it, on made-up laws: every rule, without an engine.
+
+Laws are compared by chi-square at the level of `tiny_engine.py`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def call(
     row, position = torch.tensor(places).unbind(1)
     processors = LogitsProcessors()
     statistics = Statistics("a rule", torch.device("cpu"))
-    row_rules = vllm_v1.RowRules(SpeculativeSampling(), statistics)
+    row_rules = vllm_v1.RowRules(SpeculativeSampling(), statistics, are_drawn=changes.pop("are_drawn", False))
     row_rules.rules = rules
     processors.argmax_invariant.append(row_rules)
     temperature = changes.pop("temperature", torch.ones(len(lengths)))
@@ -174,6 +177,21 @@ def test_drafts_taken_back_are_rejected(draft_kind: str):
     if draft_kind == "looked up":
         assert chance(first, target[0]) > LEVEL
     assert first[-1] == 0
+
+
+@pytest.mark.parametrize("rule", [None, Cactus(0.5), Cactus(kl_budget=0.1), Lenience(0.4)], ids=repr)
+def test_drafts_whose_law_is_lost_are_taken_back(rule: Any):
+    target, draft = laws(8)
+    best = target.argmax(-1)
+    num_rows = 8_000
+    drafts = drawn(draft, num_rows)
+    drafts[::2] = best
+    temperature = torch.tensor([0.0, 1.0] * (num_rows // 2))
+    rules = {} if rule is None else dict.fromkeys(range(1, num_rows, 2), rule)
+    tokens, _ = call(rules, [2] * num_rows, drafts, target, None, temperature=temperature, are_drawn=True)
+    assert (tokens[::2] == torch.tensor([*best.tolist(), BONUS])).all()
+    assert (tokens[1::2, 1:] == -1).all()
+    assert chance(torch.bincount(tokens[1::2, 0].long(), minlength=VOCAB), target[0]) > LEVEL
 
 
 def test_greedy_rows_match_the_most_likely_token():

@@ -14,8 +14,10 @@ def main(folder: Path, drafts: str, report: Path) -> None:
     from vllm import SamplingParams
 
     with tiny_engine.engine(folder, None, drafts, distributed_executor_backend="mp") as llm:
-        params = SamplingParams(temperature=0.8, max_tokens=3, ignore_eos=True, detokenize=False)
-        found = tiny_engine.texts(llm, params, 2000)
+        found = {}
+        for name, extra_args in (("default", None), ("lossless", {"cactus_delta": 0})):
+            options = {"temperature": 0.8, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
+            found[name] = tiny_engine.texts(llm, SamplingParams(**options, extra_args=extra_args), 2000)
         statistics = llm.collective_rpc("cactus_statistics")[0]
         core = llm.llm_engine.engine_core.resources.engine_manager.processes[0].pid
         children = Path(f"/proc/{core}/task/{core}/children").read_text().split()

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import reference
 import torch
 from families import ARCHITECTURES
 from rounds import round_law
@@ -95,6 +96,39 @@ def exact_law(target: Callable, draft: Callable, rule: AcceptanceRule, num_token
     law = torch.zeros([VOCAB] * num_tokens, dtype=torch.float64)
     for text, chance in round_law(target, draft, rule, NUM_DRAFTS, num_tokens).items():
         law[text] = chance
+    return law
+
+
+def look_up(tokens: list[int]) -> list[int]:
+    """What vLLM's n-grams of 2 tokens or 1 draft: what stands behind the first place of the longest."""
+    for length in (2, 1):
+        for start in range(len(tokens) - length):
+            if tokens[start : start + length] == tokens[-length:]:
+                return tokens[start + length :][:NUM_DRAFTS]
+    return []
+
+
+def exact_law_of_look_up(target: Callable, rule: AcceptanceRule, num_tokens: int) -> Tensor:
+    """Of the first tokens, a dimension each, if `look_up` drafts."""
+    target = cache(target)
+    law = torch.zeros([VOCAB] * num_tokens, dtype=torch.float64)
+
+    def go_on(text: tuple[int, ...], chance: float, drafts: list[int]) -> None:
+        if len(text) == num_tokens:
+            law[text] += chance
+            return
+        q = target(text)
+        if not drafts:
+            for token, q_x in enumerate(q):
+                go_on((*text, token), chance * q_x, look_up([*PROMPT, *text, token]))
+            return
+        one_hot = [float(token == drafts[0]) for token in range(VOCAB)]
+        kept = reference.accept(rule, q, one_hot, drafts[0])
+        go_on((*text, drafts[0]), chance * kept, drafts[1:])
+        for token, g_x in enumerate(reference.residual(rule, q, one_hot, drafts[0]) if kept < 1 else []):
+            go_on((*text, token), chance * (1 - kept) * g_x, look_up([*PROMPT, *text, token]))
+
+    go_on((), 1.0, [])
     return law
 
 
