@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 Prompt = str | list[dict[str, str]]  # text, or the messages of a chat
@@ -158,12 +158,12 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def check_room(target: PreTrainedModel, num_tokens: int, remedy: str) -> None:
+def check_room(config: PreTrainedConfig, num_tokens: int, remedy: str) -> None:
     """
     Raises:
-        ValueError: if the longest text, prompt and all, has more tokens than the target can hold.
+        ValueError: if the longest text, prompt and all, has more tokens than a target of that `config` can hold.
     """
-    most = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if most is not None and num_tokens > most:
         raise ValueError(f"The longest text comes to {num_tokens} tokens, and the target holds {most}: {remedy}.")
 

@@ -57,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         model = pairs.from_pretrained(AutoModelForCausalLM, args.model, dtype=dtype).eval()
     widths = args.widths or [width(text) for text in WIDTHS.split()]
-    check_room(model, args.cached + max(num_new for _, num_new in widths), "give fewer --cached or smaller --widths")
+    check_room(
+        model.config, args.cached + max(num_new for _, num_new in widths), "give fewer --cached or smaller --widths"
+    )
     models = {"ordinary": model, "packed": pack_linears(copy.deepcopy(model))}
     times = measure(models, widths, args.cached, args.repeats)
     described = {

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     ids = [encode(pair.tokenizer, prompt) for prompt in prompts[: args.num_prompts]]
     used = ids[: args.num_prompts or max(2, *args.batch_sizes)]
     check_room(
-        pair.target, max(map(len, used)) + args.max_new_tokens, "give fewer --max-new-tokens or shorter prompts"
+        pair.target.config, max(map(len, used)) + args.max_new_tokens, "give fewer --max-new-tokens or shorter prompts"
     )
     found = []
     with tqdm(desc="Tuning", unit="call", leave=False, disable=None) as bar:

@@ -90,7 +90,7 @@ def test_an_answer_is_scored_up_to_its_stop(pair_folder, data):
 
     import cactus_hf
     from cactus_hf.evaluation.methods import Method
-    from cactus_hf.evaluation.running import Evaluation
+    from cactus_hf.evaluation.running import Evaluation, scored
 
     tokenizer = AutoTokenizer.from_pretrained(pair_folder / "target", padding_side="left")
     target, draft = (AutoModelForCausalLM.from_pretrained(pair_folder / name) for name in ("target", "draft"))
@@ -101,7 +101,7 @@ def test_an_answer_is_scored_up_to_its_stop(pair_folder, data):
         answer = evaluation.answer("gsm8k", [question, question], method)[1]
         assert not set(answer.text) & {"e", "q"} and not answer.is_cut, "one token a byte: a stop comes soon"
         assert answer.new_tokens < 200
-    thought = evaluation._scored(tokenizer("a</think>bqc")["input_ids"], ("q",))
+    thought = scored(tokenizer, tokenizer("a</think>bqc")["input_ids"], ("q",), "</think>")
     assert thought == "b"
     evaluation.options["pad_token_id"] = target.generation_config.eos_token_id = 1
     stopped, ended, whole = tokenizer("abq")["input_ids"] + [1, 1], [*tokenizer("ab")["input_ids"], 1, 1, 1], [5] * 5

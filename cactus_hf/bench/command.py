@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arguments import (
@@ -18,11 +18,16 @@ from ..arguments import (
     quiet_transformers,
     sampling_options,
 )
+from ..vllm_backend import TRANSFORMERS, VLLM
 from . import options
-from .options import add_arguments, chosen_kinds
+from .options import VLLM_KINDS, add_arguments, chosen_kinds
 
 
 if TYPE_CHECKING:
+    import torch
+    from tqdm import tqdm
+    from transformers import PreTrainedConfig
+
     from .methods import Decoders, Method
     from .running import Cell, Result
 
@@ -40,42 +45,111 @@ def run(args: argparse.Namespace) -> int:
         return _run_pair(args)
 
 
-def _run_pair(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
+class Findings(NamedTuple):
+    """What was measured, and of what."""
 
-    from .. import report
-    from . import running, writing
-    from .provenance import surroundings
+    cells: list[tuple[Cell, list[Result]]]
+    facts: dict[str, Any]  # for each line of JSON
+    title: str
+
+
+def _run_pair(args: argparse.Namespace) -> int:
+    from . import writing
 
     prompts = _prompts(args)
+    findings = None
+    if TRANSFORMERS in args.backend:
+        findings = _run_transformers(args, prompts)
+    if VLLM in args.backend:
+        findings = _run_vllm(args, prompts, findings)
+    assert findings is not None
+    print(writing.legend(findings.cells))
+    if args.plot:
+        writing.plot(args.plot, findings.cells, args.synthetic_acceptance, findings.title)
+    return 0
+
+
+def _run_transformers(args: argparse.Namespace, prompts: list[Prompt]) -> Findings:
+    from .. import report
+    from . import running
+    from .provenance import of_models, surroundings
+
     models = _load(args, prompts)
-    cells, methods = _cells(args, models), _methods(args)
+    cells = _cells(args, models.prompts, models.pad_token_id, models.target.config, models.target.device)
+    methods = _methods(args, chosen_kinds(args), TRANSFORMERS)
     decoders = _decoders(args, models)
     title = report.describe(models.name, models.target, models.draft)
     if args.synthetic_acceptance is not None:
         title += f"\n{_synthetic_note(args)}"
     print(f"{title}\n")
-    facts = {"models": models.name, **surroundings(models.target, models.draft, models.prompts)}
-    facts["settings"] = _settings(args)
-    found: list[tuple[Cell, list[Result]]] = []
-    num_steps = len(cells) * len(methods) * (1 + args.repeats)
-    with tqdm(total=num_steps, desc="Measuring", unit="run", leave=False, disable=None) as bar:
+    facts = {"models": models.name, **of_models(models.target, models.draft), **surroundings(models.prompts)}
+    findings = Findings([], {**facts, "settings": _settings(args)}, title)
+    with _bar(len(cells) * len(methods) * (1 + args.repeats)) as bar:
         for cell in cells:
-
-            def progress(name: str) -> None:
-                bar.set_postfix_str(name)
-                bar.update()
-
-            results = running.measure(decoders, cell, methods, args.seed, args.repeats, progress)
-            found.append((cell, results))
+            results = running.measure(decoders, cell, methods, args.seed, args.repeats, _progress(bar))
+            findings.cells.append((cell, results))
             bar.clear()
-            print(f"{writing.table(cell, results, args.synthetic_acceptance)}\n", flush=True)
-            if args.json:  # after each cell, as the next may take hours
-                writing.write_json_lines(args.json, writing.records(found, args.synthetic_acceptance, facts))
-    print(writing.legend(found))
-    if args.plot:
-        writing.plot(args.plot, found, args.synthetic_acceptance, title)
-    return 0
+            # At once, as the next may take hours; but for rows that vLLM's are to stand below
+            _write(args, findings, [] if VLLM in args.backend else [(cell, results)])
+    return findings
+
+
+def _run_vllm(args: argparse.Namespace, prompts: list[Prompt], before: Findings | None) -> Findings:
+    """Adds vLLM's rows to those of transformers, if there are any."""
+    import torch
+
+    from ..vllm_backend import Vllm, find_source, version
+    from . import vllm_runs
+    from .provenance import surroundings
+
+    source = find_source(args)
+    ids = [encode(source.tokenizer, prompt) for prompt in prompts]
+    cells = _cells(args, ids, pad_token_id(source.tokenizer), source.config, torch.device("cpu"))
+    methods = _methods(args, [kind for kind in chosen_kinds(args) if kind in VLLM_KINDS], VLLM)
+    sampling = {"max_tokens": args.max_new_tokens, "ignore_eos": True, **sampling_options(args)}
+    sampling |= {"temperature": 0.0} if args.greedy else {}
+    weight = args.mixture_weight or options.MIXTURE_WEIGHT
+    print(f"{source.title}\n")
+    with (
+        closing(Vllm(source, args.vllm_options, args.seed)) as vllm,
+        _bar(len(cells) * len(methods) * (1 + args.repeats)) as bar,
+    ):
+        results = vllm_runs.measure(vllm, cells, methods, sampling, weight, args.repeats, _progress(bar))
+    facts = {"models": source.name, "dtype": source.dtype, **surroundings(ids), "settings": _settings(args)}
+    title = source.title
+    others: list[list[Result]] = [[] for _ in cells]
+    if before is not None:
+        facts, title, others = before.facts, f"{before.title}\n{title}", [each for _, each in before.cells]
+    facts = {**facts, "versions": {**facts["versions"], VLLM: version()}}
+    rows = [(cell, [*other, *own]) for cell, other, own in zip(cells, others, results, strict=True)]
+    findings = Findings(rows, facts, title)
+    _write(args, findings, rows)
+    return findings
+
+
+def _bar(num_steps: int) -> tqdm[Any]:
+    from tqdm import tqdm
+
+    return tqdm(total=num_steps, desc="Measuring", unit="run", leave=False, disable=None)
+
+
+def _progress(bar: tqdm[Any]) -> Callable[[str], None]:
+    def progress(name: str) -> None:
+        bar.set_postfix_str(name)
+        bar.update()
+
+    return progress
+
+
+def _write(args: argparse.Namespace, findings: Findings, shown: list[tuple[Cell, list[Result]]]) -> None:
+    """Prints tables of the cells in `shown`, and all lines of JSON."""
+    from . import writing
+
+    for cell, results in shown:
+        print(f"{writing.table(cell, results, args.synthetic_acceptance)}\n", flush=True)
+    if args.json:
+        lines = writing.records(findings.cells, args.synthetic_acceptance, findings.facts)
+        writing.write_json_lines(args.json, lines)
 
 
 class Models(NamedTuple):
@@ -119,31 +193,33 @@ def _load(args: argparse.Namespace, prompts: list[Prompt]) -> Models:
     return Models(name, target, draft, 0, ids)
 
 
-def _cells(args: argparse.Namespace, models: Models) -> list[Cell]:
+def _cells(
+    args: argparse.Namespace, prompts: list[list[int]], pad: int, config: PreTrainedConfig, device: torch.device
+) -> list[Cell]:
     from .prompts import batches, stretch
     from .running import Cell
 
     cells = []
     for context in args.contexts or [None]:
-        ids = models.prompts if context is None else stretch(models.prompts, context)
+        ids = prompts if context is None else stretch(prompts, context)
         longest = max(map(len, ids)) + args.max_new_tokens
-        check_room(models.target, longest, "give fewer --max-new-tokens, or shorter prompts or --contexts")
+        check_room(config, longest, "give fewer --max-new-tokens, or shorter prompts or --contexts")
         for size in args.batch_sizes:
-            cells.append(Cell(size, context, batches(ids, size, models.pad_token_id, models.target.device)))
+            cells.append(Cell(size, context, batches(ids, size, pad, device)))
     return cells
 
 
-def _methods(args: argparse.Namespace) -> list[Method]:
+def _methods(args: argparse.Namespace, kinds: Sequence[str], backend: str) -> list[Method]:
     """Those of a kind with several settings next to one another."""
     from .methods import NO_LENGTH, WITH_DELTA, Method
 
     is_one_rule = args.greedy or args.synthetic_acceptance is not None
     deltas = (None,) if is_one_rule else tuple(dict.fromkeys(args.deltas or options.DELTAS))
     methods = []
-    for kind in chosen_kinds(args):
+    for kind in kinds:
         lengths = (None,) if kind in NO_LENGTH else tuple(dict.fromkeys(args.num_assistant_tokens))
         for delta in deltas if kind in WITH_DELTA else (None,):
-            methods += [Method(kind, length, delta) for length in lengths]
+            methods += [Method(kind, length, delta, backend) for length in lengths]
     return methods
 
 

@@ -13,6 +13,7 @@ from ..acceptance import Mixture
 from ..counters import track
 from ..host import Host
 from ..measuring import Counts, timed
+from ..vllm_backend import TRANSFORMERS
 from . import rivals
 from .forwards import Forward, ForwardClock
 from .prompts import Batch
@@ -31,6 +32,12 @@ class Method(NamedTuple):
     kind: str
     num_drafts: int | None = None  # a round
     delta: float | None = None  # nats
+    backend: str = TRANSFORMERS
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        return self.kind if self.backend == TRANSFORMERS else f"{self.kind} ({self.backend})"
 
 
 class Call(NamedTuple):

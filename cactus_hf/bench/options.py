@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from ..arguments import TEMPERATURE, add_models, add_sampling, check_folders, check_models, number
+from ..vllm_backend import TRANSFORMERS, VLLM, add_backend, check_backend
 
 
 DELTAS = (0.0, 0.5, 1.0)  # nats
@@ -13,6 +14,7 @@ MIXTURE_WEIGHT = 0.5  # of the target
 MAX_NEW_TOKENS = 64
 KINDS = ("plain", "stock", "cactus", "mixture", "prompt-lookup", "auto", "economize", "flashspec")
 USUAL = ("plain", "stock", "cactus", "mixture", "auto", "economize", "flashspec")
+VLLM_KINDS = ("plain", "stock", "cactus", "mixture")
 SYNTHETIC = ("plain", "cactus", "auto")  # whose acceptance can be set
 
 
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="drafted tokens a round (default: 5)",
     )
+    add_backend(add)
     deltas = " ".join(f"{delta:g}" for delta in DELTAS)
     add("--deltas", nargs="+", type=number(0), metavar="D", help=f"budgets of Cactus in nats (default: {deltas})")
     add(
@@ -87,6 +90,7 @@ def check_options(args: argparse.Namespace) -> None:
         ImportError: for a package that one of them needs.
     """
     check_models(args)
+    check_backend(args)
     check_folders(args, "json", "plot")
     if args.verify:
         return _check_verify(args)
@@ -104,7 +108,7 @@ def check_options(args: argparse.Namespace) -> None:
 def _check_verify(args: argparse.Namespace) -> None:
     used = {"verify", "vocab_sizes", "batch_sizes", "num_assistant_tokens", "device", "dtype", "threads", "seed"}
     used |= {"repeats", "json", "command", "run"}
-    usual = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE, "greedy": False}
+    usual = {"backend": [TRANSFORMERS], "max_new_tokens": MAX_NEW_TOKENS, "temperature": TEMPERATURE, "greedy": False}
     given = [name for name, value in vars(args).items() if name not in used and value != usual.get(name)]
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -154,6 +158,11 @@ def _check_methods(args: argparse.Namespace) -> None:
         raise ValueError("--mixture-weight is for the method mixture: add it to --methods.")
     if args.mixture_weight == 1:
         raise ValueError("--mixture-weight 1 is lossless sampling: take the method cactus with --deltas 0.")
+    if args.backend == [VLLM] and (others := [name for name in named if name not in VLLM_KINDS]):
+        raise ValueError(
+            f"vLLM runs {', '.join(VLLM_KINDS)}: leave {', '.join(others)} out of --methods, or add the backend "
+            f"{TRANSFORMERS}."
+        )
     from .rivals import RIVALS, check_installed
 
     for name in RIVALS:
@@ -169,6 +178,8 @@ def chosen_kinds(args: argparse.Namespace) -> Sequence[str]:
 
     if args.methods:
         return tuple(dict.fromkeys(args.methods))
+    if args.backend == [VLLM]:
+        return tuple(kind for kind in VLLM_KINDS if kind != "mixture" or not args.greedy)
     kinds = SYNTHETIC if args.synthetic_acceptance is not None else USUAL
     is_out = {"mixture": args.greedy} | {name: bool(args.top_k) or not is_installed(name) for name in RIVALS}
     return tuple(kind for kind in kinds if not is_out.get(kind))

@@ -31,14 +31,20 @@ def git_revision() -> str | None:
     return described.stdout.strip()
 
 
-def surroundings(target: Any, draft: Any, prompts: Any) -> dict[str, Any]:
-    """Facts for each line of JSON: models, device, threads, versions, revision, and a hash of the prompts' ids."""
-    import torch
-
+def of_models(target: Any, draft: Any) -> dict[str, Any]:
+    """Facts of the models for each line of JSON."""
     return {
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
         "device": device_name(target),
         "dtype": dtype_name(target),
+    }
+
+
+def surroundings(prompts: Any) -> dict[str, Any]:
+    """Facts for each line of JSON: threads, versions, revision, and a hash of the prompts' ids."""
+    import torch
+
+    return {
         "threads": torch.get_num_threads(),
         "versions": versions() | _rival_versions(),
         "git_revision": git_revision(),

@@ -60,7 +60,7 @@ class PassTime(NamedTuple):
 @dataclass(frozen=True)
 class Result(Speeds):
     """
-    What the turns of one method came to. Times are medians in ms, `None` where they cannot be known.
+    What the turns of one method came to. Times are medians in ms, `None` where they cannot be known, as in vLLM.
 
     Args:
         method (`Method`): The method and its settings.
@@ -71,8 +71,8 @@ class Result(Speeds):
         emitted_kl (`float`, *optional*): Nats a checked draft, from a run of its own.
         round_ms, in_forwards_ms (`float`, *optional*): A round, and what of it the passes take.
         overhead_bare_ms (`float`, *optional*): What a turn takes beyond the same passes made bare, a round.
-        efficiency (`float`): Time of the same passes made bare / time taken.
-        passes (`list[PassTime]`): The passes by shape.
+        efficiency (`float`, *optional*): Time of the same passes made bare / time taken.
+        passes (`Sequence[PassTime]`): The passes by shape.
         peak_memory (`tuple[int, str]`, *optional*): Bytes, and what they are bytes of.
     """
 
@@ -81,13 +81,13 @@ class Result(Speeds):
     new_tokens: list[int]
     seconds: list[float]
     counts: Counts | None
-    emitted_kl: float | None
-    round_ms: float | None
-    in_forwards_ms: float | None
-    overhead_bare_ms: float | None
-    efficiency: float
-    passes: list[PassTime]
-    peak_memory: tuple[int, str] | None
+    emitted_kl: float | None = None
+    round_ms: float | None = None
+    in_forwards_ms: float | None = None
+    overhead_bare_ms: float | None = None
+    efficiency: float | None = None
+    passes: Sequence[PassTime] = ()
+    peak_memory: tuple[int, str] | None = None
 
     @property
     def overhead_ms(self) -> float | None:

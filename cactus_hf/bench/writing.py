@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..plotting.style import picture
 from ..report import aligned, json_number
+from .methods import Method
 from .running import Cell, Result
 
 
@@ -41,7 +42,7 @@ LEGEND = {
     "m": "drafts a round.",
     "tok/s": "tokens a second, all rows together, prompts included: median of the turns.",
     "+-": "fastest less slowest turn, in per cent of it.",
-    "x": "times plain decoding.",
+    "x": "times plain decoding (of the same backend).",
     "t/r": "tokens a round and row.",
     "AL": "drafts kept a round.",
     "acc": "kept share of the drafts checked.",
@@ -78,7 +79,7 @@ def _cells(result: Result, results: Sequence[Result], synthetic: float | None) -
         _written(result.pass_ms("target"), ".1f"),
         _written(result.pass_ms("draft"), ".1f"),
         _written(result.overhead_ms, ".1f"),
-        f"{result.efficiency:.2f}",
+        _written(result.efficiency, ".2f"),
         _written(_ball_kl(result, synthetic), ".3f"),
         _written(result.emitted_kl, ".3f"),
         _written(result.peak_memory and result.peak_memory[0] / 1e6, ".0f"),
@@ -91,12 +92,13 @@ def _written(value: float | None, form: str) -> str:
 
 def name(result: Result, synthetic: float | None) -> str:
     """What a method is called in tables."""
-    return "synthetic" if synthetic is not None and result.method.kind == "cactus" else result.method.kind
+    return "synthetic" if synthetic is not None and result.method.kind == "cactus" else result.method.title
 
 
 def times_plain(result: Result, results: Sequence[Result]) -> float | None:
-    """Speed in units of plain decoding's in the same cell, if that was run."""
-    plain = next((each for each in results if each.method.kind == "plain"), None)
+    """Speed in units of plain decoding's in the same cell and backend, if that was run."""
+    alone = Method("plain", backend=result.method.backend)
+    plain = next((each for each in results if each.method == alone), None)
     return None if plain is None else result.tokens_per_second / plain.tokens_per_second
 
 
@@ -124,6 +126,7 @@ def records(
             counts = result.counts
             yield {
                 "method": result.method.kind,
+                "backend": result.method.backend,
                 "delta": None if result.method.delta is None else json_number(result.method.delta),
                 "num_assistant_tokens": result.method.num_drafts,
                 "batch_size": cell.batch_size,
@@ -197,7 +200,7 @@ def _draw(panel: Axes, cells: Sequence[tuple[Cell, Sequence[Result]]], synthetic
 
 def label(result: Result, synthetic: float | None) -> str:
     """A method with its settings, for a plot."""
-    _, num_drafts, delta = result.method
+    num_drafts, delta = result.method.num_drafts, result.method.delta
     settings = [] if delta is None else [f"delta {delta:g}"]
     settings += [] if num_drafts is None else [f"m {num_drafts}"]
     return " ".join([name(result, synthetic), *settings]) + " (row by row)" * result.is_row_by_row

@@ -22,12 +22,14 @@ from ..arguments import (
     pad_token_id,
     quiet_transformers,
 )
+from ..vllm_backend import BACKENDS, TRANSFORMERS, VLLM, Source, Vllm, add_backend, check_backend, find_source
+from ..vllm_backend import version as vllm_version
 from .methods import PLAIN, Method, method_name, syntax
 
 
 if TYPE_CHECKING:
     from .records import Records
-    from .running import Evaluation
+    from .running import Backend, Evaluation
     from .summary import Summary
     from .tasks import Question
 
@@ -61,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", metavar="FILE", help="the questions: JSON lines, or GPQA's zip archive (default: from the Hub)")
     add("--limit", type=count, metavar="N", help="the first N questions (default: all)")
 
+    add_backend(add)
+
     add = parser.add_argument_group("decoding, as in the paper unless said otherwise").add_argument
     add("--batch-size", type=count, default=8, metavar="B", help=f"rows decoded together {default}")
     add("--max-new-tokens", type=count, default=4096, metavar="N", help=default)
@@ -73,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--emitted-kl",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure the divergence of the emitted law; takes time, little behind a top-k (default: on)",
+        default=None,
+        help="measure the divergence of the emitted law; takes time, little behind a top-k (default: on; not in vLLM)",
     )
 
     add = parser.add_argument_group("output").add_argument
@@ -96,6 +100,9 @@ def check_options(args: argparse.Namespace) -> None:
     from .tasks import check_lm_eval
 
     check_models(args)
+    check_backend(args)
+    if args.emitted_kl and args.backend == [VLLM]:
+        raise ValueError("--emitted-kl: vLLM does not measure it. Leave it out, or add the backend transformers.")
     check_lm_eval()
     check_folders(args, "output", "json")
     if args.data and not Path(args.data).is_file():
@@ -112,38 +119,59 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     import torch
     from accelerate import PartialState
+
+    from .tasks import load_task
+
+    state = PartialState(cpu=not torch.cuda.is_available())
+    if state.num_processes > 1 and VLLM in args.backend:
+        raise ValueError('vLLM starts its own processes: run one, with "tensor_parallel_size" in --vllm-options.')
+    task = load_task(args.task, args.data)
+    for backend in dict.fromkeys(args.backend):
+        records, asked = _answer(args, backend, task, state)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        records.reload()
+        indices = [question.index for question in asked]
+        _report(args, task, records, _shown(args, records, indices), indices)
+    return 0
+
+
+def _answer(args: argparse.Namespace, backend: str, task: Any, state: Any) -> tuple[Records, list[Question]]:
+    """Has one backend's methods answer the questions; returns all answers of the file, and the questions."""
     from tqdm import tqdm
 
     from .. import report
     from .records import Records
     from .running import batches, run, share
-    from .tasks import load_task, questions
+    from .tasks import questions
 
-    state = PartialState(cpu=not torch.cuda.is_available())
-    task = load_task(args.task, args.data)
-    pair = load(args)
-    evaluation = _evaluation(args, pair)
+    pair = load(args) if backend == TRANSFORMERS else find_source(args)
     asked = questions(task, pair.tokenizer, args.limit, not args.no_chat_template)
     _check_lengths(args, pair, asked)
     records = Records(args.output, _settings(args, pair, asked), state.process_index)
-    methods = _methods(args)
+    methods = _methods(args, backend)
     work = list(share(batches(asked, args.batch_size), state.process_index, state.num_processes))
     total = len(methods) * sum(map(len, work))
     is_main = state.is_main_process
     if is_main:
-        print(f"{report.describe(pair.name, pair.target, pair.draft)}\n", flush=True)
-    with tqdm(total=total, desc=f"Answering {args.task}", unit="answer", disable=None if is_main else True) as bar:
+        title = pair.title if isinstance(pair, Source) else report.describe(pair.name, pair.target, pair.draft)
+        print(f"{title}\n", flush=True)
+    with (
+        contextlib.ExitStack() as stack,
+        tqdm(total=total, desc=f"Answering {args.task}", unit="answer", disable=None if is_main else True) as bar,
+    ):
 
         def progress(name: str, num: int) -> None:
             bar.set_postfix_str(name)
             bar.update(num)
 
+        evaluation: Backend
+        if isinstance(pair, Source):
+            evaluation = _vllm_evaluation(args, pair, stack)
+        else:
+            evaluation = _evaluation(args, pair)
         run(evaluation, args.task, work, methods, records, progress)
-    state.wait_for_everyone()
-    if is_main:
-        records.reload()
-        _report(args, task, records, methods, [question.index for question in asked])
-    return 0
+    return records, asked
 
 
 def _evaluation(args: argparse.Namespace, pair: Pair) -> Evaluation:
@@ -164,32 +192,54 @@ def _evaluation(args: argparse.Namespace, pair: Pair) -> Evaluation:
         "repetition_penalty": 1.0,  # whatever the checkpoint's own config says: the paper's settings have none
         "pad_token_id": pad,
     }
-    return Evaluation(enable(pair.target), pair.draft, tokenizer, options, args.seed, args.emitted_kl, args.think_end)
+    with_kl = args.emitted_kl is not False
+    return Evaluation(enable(pair.target), pair.draft, tokenizer, options, args.seed, with_kl, args.think_end)
 
 
-def _check_lengths(args: argparse.Namespace, pair: Pair, asked: list[Question]) -> None:
+def _vllm_evaluation(args: argparse.Namespace, source: Source, stack: contextlib.ExitStack) -> Backend:
+    from .vllm_answers import VllmEvaluation
+
+    vllm = stack.enter_context(contextlib.closing(Vllm(source, args.vllm_options, args.seed)))
+    names = ("temperature", "top_p", "top_k")
+    sampling = {"max_tokens": args.max_new_tokens, **{name: getattr(args, name) for name in names}}
+    return VllmEvaluation(vllm, source.tokenizer, sampling, args.seed, args.think_end)
+
+
+def _check_lengths(args: argparse.Namespace, pair: Pair | Source, asked: list[Question]) -> None:
     tokenizer: Any = pair.tokenizer
+    config = pair.config if isinstance(pair, Source) else pair.target.config
     longest = max(len(tokenizer(each.prompt, add_special_tokens=False)["input_ids"]) for each in asked)
-    check_room(pair.target, longest + args.max_new_tokens, "give fewer --max-new-tokens")
+    check_room(config, longest + args.max_new_tokens, "give fewer --max-new-tokens")
 
 
-def _settings(args: argparse.Namespace, pair: Pair, asked: list[Question]) -> dict[str, Any]:
+def _settings(args: argparse.Namespace, pair: Pair | Source, asked: list[Question]) -> dict[str, Any]:
     """What all answers of a file have in common; how many questions, which methods and batches may change."""
     from .. import report
 
-    names = ("task", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "think_end", "emitted_kl")
+    names = ("task", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "think_end")
     return {
         "models": pair.name,
-        "dtype": report.dtype_name(pair.target),
+        "dtype": pair.dtype if isinstance(pair, Source) else report.dtype_name(pair.target),
         **{name: getattr(args, name) for name in names},
+        "emitted_kl": args.emitted_kl is not False,
         "first_prompt_sha256": hashlib.sha256(asked[0].prompt.encode()).hexdigest(),
     }
 
 
-def _methods(args: argparse.Namespace) -> list[Method]:
+def _methods(args: argparse.Namespace, backend: str) -> list[Method]:
     lengths = dict.fromkeys(args.num_assistant_tokens)
     names = dict.fromkeys(args.methods)
-    return [Method(name, m) for name in names for m in ([None] if name == PLAIN else lengths)]
+    return [Method(name, m, backend) for name in names for m in ([None] if name == PLAIN else lengths)]
+
+
+def _shown(args: argparse.Namespace, records: Records, indices: list[int]) -> list[Method]:
+    """This run's methods, and the other backend's whose answers to the same questions are in the file."""
+    from .records import Key
+
+    own = [method for backend in dict.fromkeys(args.backend) for method in _methods(args, backend)]
+    others = dict.fromkeys(key.method for key in records.answers if key.method.backend not in args.backend)
+    whole = [each for each in others if all(Key(args.task, index, each) in records.answers for index in indices)]
+    return sorted([*whole, *own], key=lambda method: BACKENDS.index(method.backend))
 
 
 def _report(args: argparse.Namespace, task: Any, records: Records, methods: list[Method], indices: list[int]) -> None:
@@ -201,6 +251,8 @@ def _report(args: argparse.Namespace, task: Any, records: Records, methods: list
     print(f"{table(summaries)}\n\n{LEGEND}")
     if args.json:
         facts = {"settings": records.settings, "batch_size": args.batch_size, "versions": versions()}
+        if VLLM in args.backend:
+            facts["versions"][VLLM] = vllm_version()
         facts["git_revision"] = git_revision()
         lines = [json.dumps({**entry(each, summaries), **facts}, allow_nan=False) for each in summaries]
         Path(args.json).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..acceptance import AcceptanceRule, Cactus, Mixture, SpeculativeSampling
 from ..bounded_rules import Lenience, Mentored
 from ..heuristic_rules import TopK, TypicalAcceptance
+from ..vllm_backend import TRANSFORMERS
 
 
 PLAIN = "plain"
@@ -39,10 +40,16 @@ class Method(NamedTuple):
 
     name: str  # as on the command line
     num_drafts: int | None = None  # m; `None` for the target alone
+    backend: str = TRANSFORMERS
 
     @property
     def is_plain(self) -> bool:
         return self.name == PLAIN
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        return self.name if self.backend == TRANSFORMERS else f"{self.name} ({self.backend})"
 
     def options(self, draft: Any) -> dict[str, Any]:
         """Its options of `generate()`; whatever the draft's own config says about lengths is set aside."""

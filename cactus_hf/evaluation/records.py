@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..vllm_backend import TRANSFORMERS
 from .methods import Method
 
 
@@ -39,6 +40,7 @@ class Answer:
         seconds (`float`): Its batch's time, divided by the rows.
         batch_rows (`int`): Rows decoded together.
         speculation (`dict`, *optional*): Counts and sums of its row, see [`SpeculationStats`].
+        backend (`str`): What decoded it.
     """
 
     task: str
@@ -52,10 +54,11 @@ class Answer:
     seconds: float
     batch_rows: int
     speculation: dict[str, Any] | None = field(default=None)
+    backend: str = TRANSFORMERS
 
     @property
     def key(self) -> Key:
-        return Key(self.task, self.question, Method(self.method, self.num_assistant_tokens))
+        return Key(self.task, self.question, Method(self.method, self.num_assistant_tokens, self.backend))
 
 
 class Records:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,14 @@ from ..measuring import timed
 from .methods import Method
 from .records import Answer, Key, Records
 from .tasks import Question
+
+
+class Backend(Protocol):
+    """What decodes: [`Evaluation`] by transformers, `vllm_answers.VllmEvaluation` by vLLM."""
+
+    def groups(self, methods: Sequence[Method]) -> list[list[Method]]: ...
+
+    def answer(self, task: str, questions: Sequence[Question], method: Method) -> list[Answer]: ...
 
 
 @dataclass
@@ -38,12 +46,16 @@ class Evaluation:
     with_kl: bool
     think_end: str
 
+    def groups(self, methods: Sequence[Method]) -> list[list[Method]]:
+        """Methods that take turns batch by batch."""
+        return [list(methods)]
+
     def answer(self, task: str, questions: Sequence[Question], method: Method) -> list[Answer]:
         """The answers to a batch of questions."""
         inputs = self.tokenizer(
             [question.prompt for question in questions], return_tensors="pt", padding=True, add_special_tokens=False
         ).to(self.target.device)
-        seeds = [self.seed * 1_000_003 + question.index for question in questions]
+        seeds = [seed_of(self.seed, question) for question in questions]
         options = {**inputs, **self.options, **method.options(self.draft)}
         if not method.is_plain:
             options |= {"generator": seeds, "speculation_kl": self.with_kl}
@@ -64,7 +76,7 @@ class Evaluation:
                     question=question.index,
                     method=method.name,
                     num_assistant_tokens=method.num_drafts,
-                    text=self._scored(ids, question.stops),
+                    text=scored(self.tokenizer, ids, question.stops, self.think_end),
                     prompt_tokens=int(inputs["attention_mask"][row].sum()),
                     new_tokens=len(ids),
                     is_cut=len(ids) == self.options["max_new_tokens"],
@@ -95,11 +107,18 @@ class Evaluation:
         ends = self.target.generation_config.eos_token_id
         return ends if isinstance(ends, list) else [ends]
 
-    def _scored(self, ids: list[int], stops: Sequence[str]) -> str:
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        for stop in stops:
-            text = text.partition(stop)[0]
-        return text.rpartition(self.think_end)[2].strip() if self.think_end else text
+
+def seed_of(seed: int, question: Question) -> int:
+    """The seed of an answer, so that it does not depend on the batch."""
+    return seed * 1_000_003 + question.index
+
+
+def scored(tokenizer: Any, ids: Sequence[int], stops: Sequence[str], think_end: str) -> str:
+    """The part of an answer that counts: up to a stop, without what the model thinks before it."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text.rpartition(think_end)[2].strip() if think_end else text
 
 
 def _row(stats: SpeculationStats, row: int) -> dict[str, Any]:
@@ -125,7 +144,7 @@ def batches(questions: Sequence[Question], size: int) -> list[list[Question]]:
 
 
 def run(
-    evaluation: Evaluation,
+    evaluation: Backend,
     task: str,
     work: Sequence[Sequence[Question]],
     methods: Sequence[Method],
@@ -133,12 +152,13 @@ def run(
     progress: Callable[[str, int], Any],
 ) -> None:
     """Has every method answer the questions in `work`, batch by batch, but for answers that are there already."""
-    for batch in work:
-        for method in methods:
-            open_questions = [each for each in batch if Key(task, each.index, method) not in records.answers]
-            if open_questions:
-                records.add(evaluation.answer(task, open_questions, method))
-            progress(method.name, len(batch))
+    for group in evaluation.groups(methods):
+        for batch in work:
+            for method in group:
+                open_questions = [each for each in batch if Key(task, each.index, method) not in records.answers]
+                if open_questions:
+                    records.add(evaluation.answer(task, open_questions, method))
+                progress(method.title, len(batch))
 
 
 def share(work: Sequence[list[Question]], rank: int, world_size: int) -> Iterator[list[Question]]:

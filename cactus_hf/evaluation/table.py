@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..report import aligned, json_number
+from .methods import PLAIN, Method
 from .summary import Summary, compare
 
 
@@ -16,7 +17,7 @@ HEADS = (
 )  # fmt: skip
 LEGEND = """\
 score: percent, with its standard error over the n questions; vs. target: difference from the target alone on the same
-questions, with the error of the difference; p: sign test of it. AL: kept drafts a round; acc.: kept share of the
+questions (in the same backend), with its error; p: sign test of it. AL: kept drafts a round; acc.: kept share of the
 checked drafts; Rej: wasted drafts a token, as a multiple of speculative sampling's at the same m. ball KL: of the law
 aimed at, KL: of the law emitted, nats a checked draft. length: tokens an answer; cut: answers that were too long."""
 
@@ -37,7 +38,7 @@ def _cells(summary: Summary, all_of_task: Sequence[Summary]) -> tuple[str, ...]:
     if facts["difference"] is not None:
         against = f"{facts['difference'] * 100:+.1f} ({shown('difference_error', '.1f', 100)})"
     return (
-        summary.method.name,
+        summary.method.title,
         shown("num_assistant_tokens", ".0f"),
         shown("questions", ".0f"),
         shown("score", ".1f", 100),
@@ -57,7 +58,8 @@ def _cells(summary: Summary, all_of_task: Sequence[Summary]) -> tuple[str, ...]:
 
 def entry(summary: Summary, all_of_task: Sequence[Summary]) -> dict[str, Any]:
     """One method's line of JSON. Shares and scores are from 0 to 1."""
-    plain = next((each for each in all_of_task if each.method.is_plain), None)
+    alone = Method(PLAIN, None, summary.method.backend)
+    plain = next((each for each in all_of_task if each.method == alone), None)
     lossless = next((each for each in all_of_task if each.method == summary.method._replace(name="sps")), None)
     difference = compare(summary, plain) if plain is not None and plain is not summary else None
     wasted, least = summary.wasted, None if lossless is None else lossless.wasted
@@ -65,6 +67,7 @@ def entry(summary: Summary, all_of_task: Sequence[Summary]) -> dict[str, Any]:
     return {
         "task": summary.task,
         "method": summary.method.name,
+        "backend": summary.method.backend,
         "num_assistant_tokens": summary.method.num_drafts,
         "questions": len(summary.scores),
         "score": summary.score,

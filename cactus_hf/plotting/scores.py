@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..vllm_backend import TRANSFORMERS
 from .style import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, YELLOW, check_picture, picture
 
 
@@ -43,7 +44,8 @@ def read_lines(paths: Sequence[str]) -> list[Line]:
         for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
             try:
                 line = json.loads(text)
-                lines.append({**line, "pair": line["settings"]["models"]})
+                pair, backend = line["settings"]["models"], line.get("backend", TRANSFORMERS)
+                lines.append({**line, "pair": pair if backend == TRANSFORMERS else f"{pair} ({backend})"})
                 family(lines[-1]), lines[-1]["score"], lines[-1]["accepted_length"]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is not of `cactus-hf eval --json`: {error!r}.") from error
