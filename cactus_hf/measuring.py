@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,7 +75,7 @@ class Counts(NamedTuple):
     verified: int = 0  # up to and including each round's first rejection
     accepted: int = 0
     emitted: int = 0  # tokens that rounds yielded
-    ball_kl_sum: float = 0.0  # nats; NaN if not known
+    ball_kl_sum: float = 0.0  # nats
 
     @classmethod
     def of(cls, calls: Iterable[SpeculationStats]) -> Counts:
@@ -93,10 +92,10 @@ class Counts(NamedTuple):
 
     @classmethod
     def of_rounds(cls, rounds: Sequence[tuple[int, int]], emitted: int) -> Counts:
-        """Those of rounds (drafted, kept), told by other means, which do not tell their ball KL."""
+        """Those of rounds (drafted, kept), told by other means; their ball KL is not known, and 0."""
         drafted, accepted = sum(each[0] for each in rounds), sum(each[1] for each in rounds)
         num_rejections = sum(kept < num_drafts for num_drafts, kept in rounds)
-        return cls(len(rounds), drafted, accepted + num_rejections, accepted, emitted, math.nan)
+        return cls(len(rounds), drafted, accepted + num_rejections, accepted, emitted)
 
     def plus(self, other: Counts) -> Counts:
         return Counts._make(own + its for own, its in zip(self, other, strict=True))
@@ -120,4 +119,4 @@ class Counts(NamedTuple):
     @property
     def ball_kl(self) -> float | None:
         """Mean KL(h || q) in nats a checked draft, h being the law that raises the drafted token."""
-        return self.ball_kl_sum / self.verified if self.verified and not math.isnan(self.ball_kl_sum) else None
+        return self.ball_kl_sum / self.verified if self.verified else None

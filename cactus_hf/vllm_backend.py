@@ -9,7 +9,6 @@ import argparse
 import gc
 import importlib.util
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -143,7 +142,7 @@ class Decoded(NamedTuple):
 
     completions: list[Completion]
     seconds: float
-    ball_kl: float  # mean in nats a checked draft, as the plugin counts; NaN without a rule of its own
+    ball_kl: float  # mean in nats a checked draft, as the plugin counts; 0 without it
 
 
 def until_end(rounds: Sequence[tuple[int, int]], num_tokens: int) -> list[tuple[int, int]]:
@@ -222,7 +221,7 @@ class Vllm:
     def _divergence(self) -> tuple[int, float]:
         """Drafts checked so far, and their summed ball KL."""
         if self.kind is None or self.kind.rule is None:
-            return 0, math.nan
+            return 0, 0.0
         counts = self._llm.collective_rpc("cactus_statistics")[0]  # all workers of a target see the same rounds
         return counts["verified"], counts["verified"] * counts["ball_kl"]
 

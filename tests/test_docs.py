@@ -17,6 +17,7 @@ import cactus_hf
 import tiny
 from cactus_hf import cli
 from cactus_hf.config import KEYWORDS
+from cactus_hf.evaluation.methods import parse_rule
 
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +28,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 ELSEWHERE = {
     "docs/integrations.md": "test_integrations_page.py",
     "docs/custom_generate/README.md": "test_integrations_page.py",
+    "docs/serving.md": "vllm/test_server.py",
 }
 # Why a block is not run here, by its page and a part of its text that no other block of the page has.
 NOT_RUN = {
@@ -37,6 +39,7 @@ NOT_RUN = {
     ("docs/evaluation.md", "accelerate launch"): "several processes; tests/test_ranks.py has the command",
     ("docs/guide.md", "pip install"): "installs; tests/test_demo.py runs the demo",
     ("docs/integrations.md", "curl localhost"): "asks a server; tests/test_serving.py sends what it sends",
+    ("docs/serving.md", "pip install"): "installs; tests/vllm/make_venv.sh makes such an environment",
     ("docs/multiple_processes.md", "torchrun"): "several processes; tests/test_ranks.py runs the file",
     ("docs/multiple_processes.md", "gather_object"): "several processes; tests/test_ranks.py runs the file",
     ("docs/multiple_processes.md", "tp_size=2"): "several processes; tests/test_ranks.py makes such models",
@@ -158,6 +161,10 @@ def test_commands_are_understood(block: Block) -> None:
             case ["cactus-hf", *argv]:
                 args = cli.make_parser(argv).parse_args(argv)
                 assert callable(args.run)
+            case ["vllm", "serve", _, *argv]:  # tests/vllm/test_server.py starts it
+                options = dict(zip(argv, argv[1:], strict=False))
+                assert json.loads(options["--speculative-config"])["num_speculative_tokens"] > 0
+                parse_rule(json.loads(options["--additional-config"])["cactus_hf"])
             case ["python", "-m", module, *_]:
                 assert importlib.util.find_spec(module) is not None
             case ["python", script, *_]:
