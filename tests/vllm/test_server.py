@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 
-
 openai = pytest.importorskip("openai", reason="tests/vllm/run")
 pytest.importorskip("vllm.version", reason="tests/vllm/run")  # this folder has the name too
 
@@ -48,7 +47,7 @@ def port(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 def local(text: str, pair: Path, port: int) -> str:
     for hub_id, name in HUB.items():
-        text = text.replace(hub_id, str(folder / name))
+        text = text.replace(hub_id, str(pair / name))
     return text.replace("8000", str(port))
 
 
