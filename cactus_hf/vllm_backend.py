@@ -69,6 +69,10 @@ def _options(text: str) -> dict[str, Any]:
     return options
 
 
+def is_vllm_alone(args: argparse.Namespace) -> bool:
+    return set(args.backend) == {VLLM}
+
+
 def check_backend(args: argparse.Namespace) -> None:
     """
     Raises:

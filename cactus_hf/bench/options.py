@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from ..arguments import TEMPERATURE, add_models, add_sampling, check_folders, check_models, number
-from ..vllm_backend import TRANSFORMERS, VLLM, add_backend, check_backend
+from ..vllm_backend import TRANSFORMERS, add_backend, check_backend, is_vllm_alone
 
 
 DELTAS = (0.0, 0.5, 1.0)  # nats
@@ -158,7 +158,7 @@ def _check_methods(args: argparse.Namespace) -> None:
         raise ValueError("--mixture-weight is for the method mixture: add it to --methods.")
     if args.mixture_weight == 1:
         raise ValueError("--mixture-weight 1 is lossless sampling: take the method cactus with --deltas 0.")
-    if args.backend == [VLLM] and (others := [name for name in named if name not in VLLM_KINDS]):
+    if is_vllm_alone(args) and (others := [name for name in named if name not in VLLM_KINDS]):
         raise ValueError(
             f"vLLM runs {', '.join(VLLM_KINDS)}: leave {', '.join(others)} out of --methods, or add the backend "
             f"{TRANSFORMERS}."
@@ -178,7 +178,7 @@ def chosen_kinds(args: argparse.Namespace) -> Sequence[str]:
 
     if args.methods:
         return tuple(dict.fromkeys(args.methods))
-    if args.backend == [VLLM]:
+    if is_vllm_alone(args):
         return tuple(kind for kind in VLLM_KINDS if kind != "mixture" or not args.greedy)
     kinds = SYNTHETIC if args.synthetic_acceptance is not None else USUAL
     is_out = {"mixture": args.greedy} | {name: bool(args.top_k) or not is_installed(name) for name in RIVALS}

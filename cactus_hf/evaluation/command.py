@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import vllm_backend
 from ..arguments import (
     Pair,
     add_models,
@@ -22,8 +23,7 @@ from ..arguments import (
     pad_token_id,
     quiet_transformers,
 )
-from ..vllm_backend import BACKENDS, TRANSFORMERS, VLLM, Source, Vllm, add_backend, check_backend, find_source
-from ..vllm_backend import version as vllm_version
+from ..vllm_backend import BACKENDS, TRANSFORMERS, VLLM, Source, Vllm, find_source
 from .methods import PLAIN, Method, method_name, syntax
 
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", metavar="FILE", help="the questions: JSON lines, or GPQA's zip archive (default: from the Hub)")
     add("--limit", type=count, metavar="N", help="the first N questions (default: all)")
 
-    add_backend(add)
+    vllm_backend.add_backend(add)
 
     add = parser.add_argument_group("decoding, as in the paper unless said otherwise").add_argument
     add("--batch-size", type=count, default=8, metavar="B", help=f"rows decoded together {default}")
@@ -100,8 +100,8 @@ def check_options(args: argparse.Namespace) -> None:
     from .tasks import check_lm_eval
 
     check_models(args)
-    check_backend(args)
-    if args.emitted_kl and args.backend == [VLLM]:
+    vllm_backend.check_backend(args)
+    if args.emitted_kl and vllm_backend.is_vllm_alone(args):
         raise ValueError("--emitted-kl: vLLM does not measure it. Leave it out, or add the backend transformers.")
     check_lm_eval()
     check_folders(args, "output", "json")
@@ -252,7 +252,7 @@ def _report(args: argparse.Namespace, task: Any, records: Records, methods: list
     if args.json:
         facts = {"settings": records.settings, "batch_size": args.batch_size, "versions": versions()}
         if VLLM in args.backend:
-            facts["versions"][VLLM] = vllm_version()
+            facts["versions"][VLLM] = vllm_backend.version()
         facts["git_revision"] = git_revision()
         lines = [json.dumps({**entry(each, summaries), **facts}, allow_nan=False) for each in summaries]
         Path(args.json).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/serving.md as written: its command starts a server, and its `openai` code asks it, on a tiny pair."""
+"""docs/serving.md as written, on a tiny pair: its command starts a server, its `openai` code asks it, its `LLM` runs."""
 
 from __future__ import annotations
 
@@ -106,3 +106,13 @@ def test_a_bad_delta_is_the_requests_error(pair: Path, port: int, asked: dict, m
     client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none")
     with pytest.raises(openai.BadRequestError, match=message):
         client.completions.create(model=str(pair / "target"), prompt="a", extra_body={"vllm_xargs": asked})
+
+
+def test_the_pages_engine(pair: Path, capsys: pytest.CaptureFixture) -> None:
+    fast = 'dtype="float32", enforce_eager=True, distributed_executor_backend="uni", additional_config='
+    code = local(block("offline"), pair, 0).replace("additional_config=", fast)
+    namespace: dict = {}
+    exec(code, namespace)
+    namespace["llm"].llm_engine.engine_core.shutdown()
+    *_, statistics = capsys.readouterr().out.splitlines()
+    assert "'rule': 'cactus:0'" in statistics and "'ball_kl': 0.0}" not in statistics
