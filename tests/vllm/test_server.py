@@ -1,4 +1,4 @@
-"""docs/serving.md as written, on a tiny pair: its command starts a server, its `openai` code asks it, its `LLM` runs."""
+"""docs/serving.md as written: its command starts a server, its `openai` code asks it, its `LLM` runs."""
 
 from __future__ import annotations
 
