@@ -1,6 +1,6 @@
 """vLLM's Triton kernels on CPU tensors, in Triton's interpreter: importing this module prepares the process.
 
-vLLM looks for Triton once, when it is first imported, and believes in a backend "cpu" that Triton does not come with.
+vLLM looks for Triton once, when it is first imported, and believes in backends that Triton does not come with.
 Its other tests cannot run then. So these want a process of their own: `tests/vllm/run` gives them one, saying so by
 `TRITON_INTERPRET`.
 """
@@ -23,7 +23,9 @@ import triton.language as tl  # noqa: E402
 from triton.backends import backends  # noqa: E402
 
 
-backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+# vLLM's CPU build asks for the first, others for one that is active and not the first
+for name in ("cpu", "interpreter"):
+    backends[name] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 
 from vllm.v1.sample.ops import topk_topp_sampler  # noqa: E402
 from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
