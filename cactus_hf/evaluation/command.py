@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from ..arguments import (
     pad_token_id,
     quiet_transformers,
 )
+from ..json_lines import claimed
 from .methods import PLAIN, Method, method_name, syntax
 
 
@@ -92,14 +92,17 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         ValueError: for options that contradict one another or cannot be met.
         ImportError: if lm-eval is missing.
+        OSError: if what scores answers cannot be fetched.
     """
-    from .tasks import check_lm_eval
+    from .tasks import check_lm_eval, check_sentences
 
     check_models(args)
     check_lm_eval()
     check_folders(args, "output", "json")
     if args.data and not Path(args.data).is_file():
         raise ValueError(f"--data {args.data}: there is no such file. Without --data the questions come from the Hub.")
+    if args.task == "ifeval":
+        check_sentences()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -115,24 +118,32 @@ def _run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from .. import report
-    from .records import Records
+    from .records import Records, part_of
     from .running import batches, run, share
     from .tasks import load_task, questions
 
     state = PartialState(cpu=not torch.cuda.is_available())
-    task = load_task(args.task, args.data)
+    with _own_data(args):
+        task = load_task(args.task, args.data)
     pair = load(args)
     evaluation = _evaluation(args, pair)
-    asked = questions(task, pair.tokenizer, args.limit, not args.no_chat_template)
+    with _own_data(args):
+        asked = questions(task, pair.tokenizer, args.limit, not args.no_chat_template)
+        if not asked:
+            raise ValueError("there are none")
     _check_lengths(args, pair, asked)
-    records = Records(args.output, _settings(args, pair, asked), state.process_index)
     methods = _methods(args)
     work = list(share(batches(asked, args.batch_size), state.process_index, state.num_processes))
     total = len(methods) * sum(map(len, work))
     is_main = state.is_main_process
-    if is_main:
-        print(f"{report.describe(pair.name, pair.target, pair.draft)}\n", flush=True)
-    with tqdm(total=total, desc=f"Answering {args.task}", unit="answer", disable=None if is_main else True) as bar:
+    with (
+        claimed(part_of(Path(args.output), state.process_index)),
+        tqdm(total=total, desc=f"Answering {args.task}", unit="answer", disable=None if is_main else True) as bar,
+    ):
+        records = Records(args.output, _settings(args, pair, asked), state.process_index)
+        records.check_questions(args.task, {each.index: each.sha256 for each in asked})
+        if is_main:
+            print(f"{report.describe(pair.name, pair.target, pair.draft)}\n", flush=True)
 
         def progress(name: str, num: int) -> None:
             bar.set_postfix_str(name)
@@ -182,7 +193,7 @@ def _settings(args: argparse.Namespace, pair: Pair, asked: list[Question]) -> di
         "models": pair.name,
         "dtype": report.dtype_name(pair.target),
         **{name: getattr(args, name) for name in names},
-        "first_prompt_sha256": hashlib.sha256(asked[0].prompt.encode()).hexdigest(),
+        "first_prompt_sha256": asked[0].sha256,
     }
 
 
@@ -218,6 +229,21 @@ def _summaries(name: str, task: Any, records: Records, methods: list[Method], in
         texts = {answer.question: answer.text for answer in answers}
         found.append(summarise(name, method, answers, scores(task, definitions[name], texts)))
     return found
+
+
+@contextlib.contextmanager
+def _own_data(args: argparse.Namespace) -> Iterator[None]:
+    """Turns whatever lm-eval and datasets make of a file that does not fit into an error about that file."""
+    try:
+        yield
+    except Exception as error:
+        if args.data is None or isinstance(error, ImportError):
+            raise
+        cause = error.__cause__ or error
+        raise ValueError(
+            f"--data {args.data} does not hold questions of {args.task} ({type(cause).__name__}: {cause}): give JSON "
+            "lines with the fields of the Hub's data set, or GPQA's zip archive for gpqa_diamond."
+        ) from error
 
 
 @contextlib.contextmanager

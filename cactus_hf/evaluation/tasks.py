@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import io
 import json
@@ -56,6 +57,11 @@ class Question:
     prompt: str
     stops: tuple[str, ...]
 
+    @property
+    def sha256(self) -> str:
+        """Of the prompt."""
+        return hashlib.sha256(self.prompt.encode()).hexdigest()
+
 
 def check_lm_eval() -> None:
     """
@@ -64,6 +70,20 @@ def check_lm_eval() -> None:
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ImportError("Evaluation needs lm-eval: pip install 'cactus_hf[eval]'.")
+
+
+def check_sentences() -> None:
+    """Raises `OSError` where IFEval's answers could not be scored once they are all there."""
+    import lm_eval.tasks.ifeval.instructions_util  # noqa: F401  # fetches what is missing, if it can
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        raise OSError(
+            "IFEval counts sentences with NLTK's punkt_tab, which cannot be fetched: put it, as tokenizers/punkt_tab, "
+            "in a folder that NLTK_DATA names."
+        ) from None
 
 
 def load_task(name: str, data: str | None = None) -> Task:
