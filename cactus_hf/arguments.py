@@ -191,11 +191,19 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     Ids of a prompt; of a text, as a user's turn where the tokenizer has a chat template.
 
     Raises:
-        ValueError: for a prompt without tokens, or for messages where there is no chat template.
+        ValueError: for a prompt without tokens, for messages where there is no chat template, or that it refuses.
     """
     if tokenizer.chat_template:
+        from jinja2 import TemplateError
+
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        try:
+            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The tokenizer's chat template does not take the prompt {str(prompt)[:80]!r} ({error}): give a text, "
+                'or messages with "role" and "content".'
+            ) from error
     elif isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
     else:

@@ -109,8 +109,8 @@ def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOpt
         extras = [name for name, value in own.items() if value is not False]
         if extras:
             raise ValueError(
-                f"{_names(extras)} given without an acceptance rule: also pass `cactus_delta=` (0 is lossless) or "
-                "`acceptance_rule=`."
+                f"{_names(extras)} given without an acceptance rule: also pass `cactus_delta=` (0 is lossless), "
+                "`cactus_kl=` or `acceptance_rule=`."
             )
         return None
     if not isinstance(rule, AcceptanceRule):
@@ -125,7 +125,7 @@ def make_options(call: dict[str, Any], configs: Sequence[Any]) -> SpeculationOpt
     if is_explicit and call.get("cache_implementation") == "paged":  # transformers goes another way before it checks
         raise ValueError(
             '`cache_implementation="paged"` is continuous batching (`generate_batch`), which decodes without drafts: '
-            "leave it out, or leave `cactus_delta` and `acceptance_rule` out."
+            "leave it out, or leave `cactus_delta`, `cactus_kl` and `acceptance_rule` out."
         )
     costs: dict[str, Any] = {}
     for source in reversed([own, *configs]):

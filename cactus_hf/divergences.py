@@ -71,8 +71,8 @@ def gamma(q: Parameter, delta: Parameter, divergence: str = "kl", solver: str = 
         `inf`, 1 wherever `q` is not 0; a token the target cannot emit stays at 0 for every delta and divergence.
 
     Raises:
-        ValueError: for a `q` that is no probability, a negative `delta`, an unknown name, and for `"tv"` with the
-            solver `"taylor"`, as |t - 1| has no second-order expansion.
+        ValueError: for a `q` that is no probability, a negative `delta`, shapes that do not broadcast, an unknown
+            name, and for `"tv"` with the solver `"taylor"`, as |t - 1| has no second-order expansion.
 
     Example:
 
@@ -90,7 +90,15 @@ def gamma(q: Parameter, delta: Parameter, divergence: str = "kl", solver: str = 
     checked_q = check_parameter("q", flat_q, lambda x: (x >= 0) & (x <= 1), "in [0, 1], a probability")
     checked_delta = check_delta(flat_delta)
     probs = q if isinstance(q, Tensor) and q.is_floating_point() else torch.as_tensor(q, dtype=torch.float64)
-    raised = raise_prob(probs, torch.as_tensor(delta, dtype=probs.dtype), divergence, solver)
+    deltas = torch.as_tensor(delta, dtype=probs.dtype)
+    try:
+        torch.broadcast_shapes(probs.shape, deltas.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"`q` has the shape {list(probs.shape)} and `delta` {list(deltas.shape)}, which do not broadcast: give "
+            "one delta, or one for each `q`."
+        ) from None
+    raised = raise_prob(probs, deltas, divergence, solver)
     is_number = not isinstance(checked_q, Tensor) and not isinstance(checked_delta, Tensor)
     return raised.item() if is_number else raised
 

@@ -175,9 +175,9 @@ def stock_class(cls: type) -> type:
 
 def enable(model: Model | None = None) -> Model | None:
     """
-    Lets `model.generate(assistant_model=draft, ...)` take `cactus_delta` and `acceptance_rule`.
+    Lets `model.generate(assistant_model=draft, ...)` take `cactus_delta`, `cactus_kl` and `acceptance_rule`.
 
-    Without one of the two, `generate()` remains transformers' own. Enabling twice is harmless; [`disable`] undoes it.
+    Without one of these, `generate()` remains transformers' own. Enabling twice is harmless; [`disable`] undoes it.
 
     Args:
         model (`PreTrainedModel`, *optional*):

@@ -148,7 +148,7 @@ def _of_laws(target_probs: Tensor, draft_probs: Tensor, rule: Cactus) -> Diverge
     ratio = torch.where(target_probs > 0, draft_probs / target_probs, torch.inf)
     ratio, order = ratio.sort(-1)
     target_probs, draft_probs = target_probs.gather(-1, order), draft_probs.gather(-1, order)
-    num_low, num_high = _most(ratio < 1), _most(ratio > 1)
+    num_low, num_high = most_set(ratio < 1), most_set(ratio > 1)
     low, target_low, draft_low = (x[:, :num_low].contiguous() for x in (ratio.clamp(max=1), target_probs, draft_probs))
     target_below, draft_below = (
         torch.nn.functional.pad(x.cumsum(-1), (1, 0)) for x in (target_low, draft_low)
@@ -176,9 +176,11 @@ def _of_laws(target_probs: Tensor, draft_probs: Tensor, rule: Cactus) -> Diverge
     return divergence
 
 
-def _most(flags: Tensor) -> int:
-    """How many flags [N, C] a row has at most; C on a GPU, which is not asked."""
-    return int(flags.sum(-1).max()) if flags.is_cpu else flags.shape[1]
+def most_set(flags: Tensor) -> int:
+    """How many flags [..., C] a row has at most, 0 without rows; C on a GPU, which is not asked."""
+    if not flags.is_cpu:
+        return flags.shape[-1]
+    return int(flags.sum(-1).max()) if flags.numel() else 0
 
 
 def _sums_above(values: Tensor, places: Tensor, count: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .acceptance import AcceptanceRule, Cactus, Drafted, scale_of_others
 from .checks import check_laws
-from .kl_budget import find_deltas, has_budget
+from .kl_budget import find_deltas, has_budget, most_set
 from .parameters import move_rule
 from .probabilities import laws_at, on_support
 
@@ -163,7 +163,7 @@ def sorted_cactus_law(target_probs: Tensor, draft_probs: Tensor, raised_probs: T
     rejected = (draft_probs - raised_probs).clamp(min=0)
     scale = scale_of_others(raised_probs, target_probs)
     if rejected.is_cpu:  # they are a few of the vocabulary; a GPU would have to be waited for to know how many
-        rejected, tokens = rejected.topk(int((rejected > 0).sum(-1).max()), sorted=False)
+        rejected, tokens = rejected.topk(most_set(rejected > 0), sorted=False)
         scale = scale.gather(-1, tokens)
     num_below = torch.searchsorted(ratio, scale)  # tokens x with p_x / q_x < s_n
     target_below = _sums_from_zero(target_probs).gather(-1, num_below)

@@ -45,7 +45,10 @@ def check_parameter(
         number = numbers.Integral if is_integer else numbers.Real
         if any(isinstance(entry, bool) or not isinstance(entry, number) for entry in entries):
             raise problem
-        checked = torch.tensor(value, dtype=dtype)
+        try:
+            checked = torch.tensor(value, dtype=dtype)
+        except (OverflowError, RuntimeError, ValueError):  # an integer that no number of this type can be
+            raise problem from None
     if not bool(is_valid(checked).all()):
         raise problem
     return checked if checked.dim() else checked.item()

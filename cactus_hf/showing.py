@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 
 from .counters import SpeculationStats, TokenKind
 from .display import STYLES, Detokenizer, Markup, Piece, ansi, has_color, html, legend, marked, to_pieces
+from .parameters import is_integer
 from .token_streamer import LineBreaker
 
 
@@ -173,10 +174,12 @@ def _described(output: Any) -> str:
 
 
 def _row_indices(rows: int | Sequence[int] | None, num_rows: int) -> list[int]:
-    chosen = range(num_rows) if rows is None else [rows] if isinstance(rows, int) else list(rows)
-    if not chosen or not all(0 <= row < num_rows for row in chosen):
+    given: Any = range(num_rows) if rows is None else rows
+    given = given.tolist() if hasattr(given, "tolist") else given  # of tensors and arrays
+    chosen = list(given) if isinstance(given, Iterable) else [given]
+    if not chosen or not all(is_integer(row) and 0 <= row < num_rows for row in chosen):
         raise ValueError(f"`rows` are numbers from 0 to {num_rows - 1}, at least one of them; got {rows!r}.")
-    return list(chosen)
+    return list(map(int, chosen))
 
 
 def _of_rows(stats: SpeculationStats, rows: list[int]) -> SpeculationStats:

@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number(0, is_whole=True),
         default=list(LENGTHS),
         metavar="M",
-        help=f"drafted tokens a round; 0 is decoding without drafts, which is always tried {default}",
+        help=f"drafted tokens a round; 0 is decoding without drafts, which is always tried (default: "
+        f"{' '.join(map(str, LENGTHS))})",
     )
     add(
         "--deltas",
@@ -56,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[0.0],
         metavar="D",
         help="budgets of Cactus in nats whose texts you would take: the larger, the faster, and the further from the "
-        f"target's law {default}",
+        "target's law (default: 0)",
     )
-    add("--batch-sizes", nargs="+", type=count, default=[1], metavar="B", help=f"rows decoded together {default}")
+    add("--batch-sizes", nargs="+", type=count, default=[1], metavar="B", help="rows decoded together (default: 1)")
 
     add = parser.add_argument_group("prompts and sampling").add_argument
     add("--prompts", metavar="FILE", help='JSON lines with "prompt": a text or a list of messages (default: built in)')

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Padding of one family's vocabularies differs by less; a larger difference means different tokenizers
 MAX_VOCABULARY_PADDING = 1024
+# What asks for a rule, as errors name it; `cactus_kl` stands for `cactus_kl_total` too
+KEYWORDS = "`cactus_delta`, `cactus_kl` and `acceptance_rule`"
 SOURCES = "`assistant_model=`, a smaller model; `assistant_early_exit=`; or `prompt_lookup_num_tokens=`"
 # Options that choose a decoding method which is fetched from the Hub
 OTHER_METHODS = {
@@ -43,20 +45,20 @@ def check_mode(config: hf.GenerationConfig, mode: str, has_draft: bool, is_custo
     """
     if is_custom:
         raise ValueError(
-            "`custom_generate` decodes by its own function, which knows nothing of `cactus_delta` and "
-            "`acceptance_rule`: leave it out, or leave them out."
+            f"`custom_generate` decodes by its own function, which knows nothing of {KEYWORDS}: leave it out, or "
+            "leave them out."
         )
     is_other = mode not in ("greedy_search", "sample", "assisted_generation")
     for name, method in OTHER_METHODS.items():
         if getattr(config, name, None) is not None and (is_other or name == "dola_layers"):
             raise ValueError(
-                f"`{name}` asks for {method}, another decoding method than that of `cactus_delta` and "
-                "`acceptance_rule`: leave it out, or leave them out."
+                f"`{name}` asks for {method}, another decoding method than that of {KEYWORDS}: leave it out, or leave "
+                "them out."
             )
     if (config.num_beams or 1) > 1:
         raise ValueError(
-            f"`cactus_delta` and `acceptance_rule` verify sampled or greedy drafts; `num_beams={config.num_beams}` "
-            "is neither. Leave one of the two out."
+            f"{KEYWORDS} verify sampled or greedy drafts; `num_beams={config.num_beams}` is neither: leave it "
+            "out, or leave them out."
         )
     options = ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit")
     values = {name: getattr(config, name, None) for name in options}
@@ -66,9 +68,7 @@ def check_mode(config: hf.GenerationConfig, mode: str, has_draft: bool, is_custo
     if len(drafting) > 1:
         raise ValueError(f"{' and '.join(f'`{name}`' for name in drafting)} each draft: give one of them.")
     if not drafting:
-        raise ValueError(
-            f"`cactus_delta` and `acceptance_rule` are about drafted tokens, and nothing drafts: pass {SOURCES}."
-        )
+        raise ValueError(f"{KEYWORDS} are about drafted tokens, and nothing drafts: pass {SOURCES}.")
     if config.speculation_type and not has_draft:
         raise ValueError(
             f"`speculation_type={config.speculation_type!r}` needs the model that drafts so: pass `assistant_model`."
@@ -160,12 +160,11 @@ def check_inputs(target: Host, inputs: dict[str, Any], input_ids: Tensor, stream
     if inputs.get("pixel_values") is not None and getattr(target.config, "cross_attention_layers", None):
         raise ValueError(
             f"{target.name} looks at images by cross attention, whose states transformers' caches cannot keep while "
-            "they take drafts back: leave `pixel_values` out, or `cactus_delta` and `acceptance_rule`."
+            f"they take drafts back: leave `pixel_values` out, or {KEYWORDS}."
         )
     if inputs.get("inputs_embeds") is not None and not target.is_encoder_decoder:
         raise ValueError(
-            "`inputs_embeds` cannot be passed along with `cactus_delta` or `acceptance_rule`: the draft reads token "
-            "ids. Pass `input_ids`."
+            f"`inputs_embeds` cannot be passed along with {KEYWORDS}: the draft reads token ids. Pass `input_ids`."
         )
     mask = None if target.is_encoder_decoder else inputs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:

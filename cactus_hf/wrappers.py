@@ -64,15 +64,15 @@ def check_surroundings(role: str, host: Host) -> None:
         )
     if _uses_virtual_tokens(host):
         raise ValueError(
-            f"{who} has a PEFT adapter of virtual tokens (prompt or prefix tuning), which `cactus_delta` and "
-            "`acceptance_rule` do not support: take one that changes layers, such as LoRA, or generate inside `with "
-            "model.disable_adapter():`."
+            f"{who} has a PEFT adapter of virtual tokens (prompt or prefix tuning), which `cactus_delta`, "
+            "`cactus_kl` and `acceptance_rule` do not support: take one that changes layers, such as LoRA, or "
+            "generate inside `with model.disable_adapter():`."
         )
     if _remove_row_adapters(host.inner):
         raise ValueError(
             f"PEFT applies adapters of the {role}, {host.name}, to some rows or tokens only (`adapter_names`, aLoRA), "
-            "which `cactus_delta` and `acceptance_rule` do not support: call `set_adapter()` and `generate()` once "
-            "for each adapter."
+            "which `cactus_delta`, `cactus_kl` and `acceptance_rule` do not support: call `set_adapter()` and "
+            "`generate()` once for each adapter."
         )
 
 

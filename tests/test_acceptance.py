@@ -70,7 +70,7 @@ class TestGamma:
         assert torch.equal(gamma(q, 0), q)
 
     @pytest.mark.parametrize(
-        "delta", [-1, -1e-9, math.nan, "1", None, True, 1j, torch.tensor(-1.0), torch.tensor(True)]
+        "delta", [-1, -1e-9, math.nan, "1", None, True, 1j, 10**400, torch.tensor(-1.0), torch.tensor(True)]
     )
     def test_bad_delta(self, delta: object) -> None:
         with pytest.raises(ValueError, match="`delta` must be a number of nats"):
@@ -264,7 +264,7 @@ class TestParameters:
             (lambda: Mentored(0.1, "l2"), "divergence"),
             *(
                 (lambda value=value: TopK(value), "k")
-                for value in (0, -1, 2.0, True, None, [5, 0], torch.tensor([1.0]))
+                for value in (0, -1, 2.0, 2**70, True, None, [5, 0], torch.tensor([1.0]))
             ),
             *(
                 (lambda value=value: TypicalAcceptance(epsilon=value), "epsilon")

@@ -8,6 +8,7 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -22,6 +23,7 @@ from cactus_hf.calibration.sampling import Texts, enabled
 
 
 OPTIONS = {"eos_token_id": None, "pad_token_id": 0, "temperature": 0.8, "top_k": 0}
+TOKENIZER = tiny.word_tokenizer()
 PROMPTS = [[5, 6, 7], [9, 4, 8, 12, 30], [20, 21], [33, 5, 6, 7], [40]]
 
 
@@ -173,6 +175,20 @@ def test_prediction_comes_true():
         ({"cactus_delta": 0.1}, "sets `cactus_delta` itself"),
         ({"do_sample": False}, "Greedy decoding"),
         ({"max_new_tokens": 10**6}, "The longest prompt and its new tokens"),
+        ({"prompts": [[5], []]}, "Prompt 1 has no tokens"),
+        ({"prompts": "text", "tokenizer": TOKENIZER}, "must be a list"),
+        ({"prompts": TOKENIZER(["w4", "w5"]), "tokenizer": TOKENIZER}, "must be a list"),
+        (
+            {"prompts": [[5], [7, tiny.VOCAB]]},
+            f"Prompt 1 has the token id {tiny.VOCAB}, and the target knows ids from 0",
+        ),
+        ({"prompts": [[-1]]}, "the token id -1"),
+        ({"prompts": [[{"content": "w4"}]], "tokenizer": TOKENIZER}, "chat template does not take"),
+        ({"prompts": [[{"role": "user", "content": None}]], "tokenizer": TOKENIZER}, "chat template does not take"),
+        ({"seed": 1.5}, "`seed` must be an integer, got 1.5"),
+        ({"cactus_kl": 0.1}, "sets `cactus_kl` itself"),
+        ({"speculation_kl": True}, "sets `speculation_kl` itself"),
+        ({"eos_token_id": list(range(tiny.VOCAB))}, "No text has a drafted token behind its first one"),
     ),
 )
 def test_mistakes(options, words):
@@ -180,9 +196,64 @@ def test_mistakes(options, words):
         calibrate(**options)
 
 
-def test_rules_are_checked():
-    with pytest.raises(TypeError, match="acceptance rules"):
-        calibrate(rules=(0.5,))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    (
+        ({"rules": (0.5,)}, "acceptance rules"),
+        ({"rules": TopK(2)}, "`rules` must be a list"),
+        ({"deltas": 0.1}, "`deltas` must be a list"),
+        ({"prompts": [5, 6]}, "texts, chats .* or lists of token ids; got 5"),
+        ({"prompts": [{"role": "user", "content": "w4"}], "tokenizer": TOKENIZER}, "texts, chats"),
+        ({"prompts": ["w4"], "tokenizer": "name"}, "`tokenizer` must be the target's tokenizer"),
+    ),
+)
+def test_mistakes_of_type(options, words):
+    with pytest.raises(TypeError, match=words):
+        calibrate(**options)
+
+
+@pytest.mark.parametrize("make", (torch.tensor, np.array, iter))
+def test_lists_may_be_tensors(make):
+    few = {"prompts": [[5, 6], [7, 8]], "deltas": [0.0, 0.5]}
+    assert calibrate(**{name: make(value) for name, value in few.items()}).table() == calibrate(**few).table()
+
+
+def test_damaged_files(whole, tmp_path):
+    """Lines that are not of this calibration are an error; they are not counted along."""
+    path = tmp_path / "c.jsonl"
+    whole.to_json(path)
+    text = path.read_text()
+    header, first, *rest = text.splitlines(keepends=True)
+    damaged = {
+        "prompt 9 is none of 5": text + first.replace('"prompt": 0', '"prompt": 9'),
+        "prompt '0' is none of 5": text + first.replace('"prompt": 0', '"prompt": "0"'),
+        "invalid for input of size 0": header + json.dumps({"prompt": 0, "rounds": [], "positions": []}) + "\n",
+        "KeyError: 'num_prompts'": '{"settings": [], "longest": 3}\n',
+        "KeyError: 'deltas'": '{"settings": [], "longest": 3, "num_prompts": 1}\n',
+        "is no text in UTF-8": b"\xff\xfe",
+    }
+    for words, content in damaged.items():
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        for read in (Calibration.from_json, lambda path: calibrate(resume=path)):
+            with pytest.raises(ValueError, match=words):
+                read(path)
+    path.write_text(header)
+    with pytest.raises(ValueError, match="lacks 5 of 5 prompts"):
+        Calibration.from_json(path)
+
+
+def test_an_empty_file_is_a_new_one(whole, tmp_path):
+    (tmp_path / "c.jsonl").touch()
+    assert torch.equal(calibrate(resume=tmp_path / "c.jsonl").rounds, whole.rounds)
+    assert Calibration.from_json(tmp_path / "c.jsonl").table() == whole.table()
+
+
+def test_what_differs_is_told(whole, tmp_path):
+    whole.to_json(tmp_path / "c.jsonl")
+    with pytest.raises(ValueError, match=r"another `deltas` \(\[0.5\] instead of \[0.7\]\)"):
+        calibrate(resume=tmp_path / "c.jsonl", deltas=(0.0, 0.1, 0.7))
+    with pytest.raises(ValueError, match=r"another `settings` \(\[{'label': 'TopK\(k=2\)'.* instead of \[\]\)"):
+        calibrate(resume=tmp_path / "c.jsonl", rules=())
 
 
 @pytest.fixture(scope="module")
@@ -251,13 +322,20 @@ def test_command_prints_a_table_and_plots(folders, tmp_path, capsys):
         (["--plot", "x.pdf"], "ends in .png"),
         (["--resume", "nowhere/x.jsonl"], "there is no folder nowhere"),
         (["--costs", "nowhere"], "nowhere"),
-        (["--kl", "9"], "KL 9 is not reached"),
+        (["--num-prompts", "2", "--check", "3", "--kl", "0.1", "--max-new-tokens", "240"], "The longest prompt"),
     ),
 )
 def test_command_mistakes(folders, options, words, capsys):
     assert run(folders, *options) == 2
     out, err = capsys.readouterr()
     assert words in err and err.count("\n") == 1 and not out
+
+
+def test_an_answer_that_there_is_not_leaves_the_table(folders, capsys):
+    """It takes a long time to find out."""
+    assert run(folders, "--kl", "9") == 2
+    out, err = capsys.readouterr()
+    assert "Cactus(0.5)" in out and "KL 9 is not reached" in err and err.count("\n") == 1
 
 
 def test_the_embedded_pair(real_pair):

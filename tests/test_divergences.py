@@ -128,6 +128,12 @@ def test_budgets_broadcast() -> None:
             assert raised[row, column] == gamma(q[row], delta[column].item(), name, solver)
 
 
+@pytest.mark.parametrize("solver", ["taylor", "exact"])
+def test_shapes_that_do_not_broadcast(solver: str) -> None:
+    with pytest.raises(ValueError, match=r"`q` has the shape \[2\] and `delta` \[3\].*one for each `q`"):
+        gamma([0.1, 0.2], [0.1, 0.2, 0.3], solver=solver)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -135,6 +135,49 @@ def test_other_settings_are_refused(options, tmp_path, capsys):
     assert "line 1 is no line of" in capsys.readouterr().err
 
 
+def test_other_questions_are_refused(options, data, tmp_path, capsys):
+    """The first question is the same, the second is not."""
+    path, other = tmp_path / "answers.jsonl", tmp_path / "other.jsonl"
+    lines = data.read_text().splitlines(keepends=True)
+    other.write_text(lines[0] + lines[2])
+    assert cli.main([*options, "--output", str(path), "--limit", "2"]) == 0
+    before = path.read_text()
+    assert cli.main([*options, "--output", str(path), "--limit", "1", "--data", str(other)]) == 0
+    assert cli.main([*options, "--output", str(path), "--data", str(other)]) == 2
+    assert "another question 1 than the one now" in capsys.readouterr().err and path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "task"),
+    [("", "gsm8k"), ("{", "gsm8k"), ('{"q": 1}\n', "gsm8k"), ('{"question": "1"}\n', "gpqa_diamond")],
+)
+def test_data_of_something_else(options, tmp_path, capsys, text, task):
+    data = tmp_path / "questions.jsonl"
+    data.write_text(text)
+    assert cli.main([*options, "--output", str(tmp_path / "a.jsonl"), "--data", str(data), "--task", task]) == 2
+    assert f"questions.jsonl does not hold questions of {task}" in capsys.readouterr().err
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_broken_archive(options, tmp_path, capsys):
+    (tmp_path / "q.zip").write_text("x")
+    changed = ["--data", str(tmp_path / "q.zip"), "--task", "gpqa_diamond"]
+    assert cli.main([*options, "--output", str(tmp_path / "a.jsonl"), *changed]) == 2
+    assert "q.zip does not hold questions of gpqa_diamond (BadZipFile" in capsys.readouterr().err
+
+
+def test_ifeval_says_at_once_what_its_scores_lack(options, tmp_path, capsys, monkeypatch):
+    import nltk
+
+    def find(name: str) -> None:
+        raise LookupError(name)
+
+    monkeypatch.setattr(nltk.data, "find", find)
+    monkeypatch.setattr(nltk, "download", lambda name: False)
+    assert cli.main([*options, "--output", str(tmp_path / "a.jsonl"), "--task", "ifeval"]) == 2
+    assert "in a folder that NLTK_DATA names" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

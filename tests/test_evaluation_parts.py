@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_names_of_rules(name, rule):
 def test_one_spelling_each():
     assert method_name("cactus:.50") == "cactus:0.5" and method_name("top-k:5.0") == "top-k:5"
     assert method_name("plain") == "plain" and Method("plain").options("draft") == {}
-    for name in ("top-k:1.5", "mixture:2", "plain:1", "cactus:nan"):
+    for name in ("top-k:1.5", "top-k:inf", "mixture:2", "plain:1", "cactus:nan"):
         with pytest.raises(argparse.ArgumentTypeError):
             method_name(name)
 
@@ -73,10 +74,70 @@ def test_a_line_cut_off_is_dropped_and_another_is_an_error(tmp_path):
     whole = path.read_text()
     path.write_text(whole[:-20])
     assert [each.question for each in read(path)[1]] == [0]
+    assert path.read_text() == whole[:-20], "another process may be writing it"
+    Records(str(path), {}, rank=1)
+    assert path.read_text() == whole[:-20]
+    Records(str(path), {})
     assert path.read_text() == "".join(whole.splitlines(keepends=True)[:2])
     path.write_text(whole.replace('"question": 0', '"quest": 0'))
     with pytest.raises(ValueError, match="line 2 is no line of"):
         read(path)
+
+
+def test_a_line_without_its_line_break_is_whole(tmp_path):
+    path = tmp_path / "a.jsonl"
+    Records(str(path), {}).add([answer(0)])
+    path.write_text(path.read_text()[:-1])
+    Records(str(path), {}).add([answer(1)])
+    assert [each.question for each in read(path)[1]] == [0, 1]
+    path.write_text('{"settings": {}}')
+    Records(str(path), {}).add([answer(1)])
+    assert [each.question for each in read(path)[1]] == [1]
+
+
+def test_an_answer_may_hold_any_character(tmp_path):
+    path = tmp_path / "a.jsonl"
+    odd = replace(answer(0), text="a\u2028b\x85c\u2029d")
+    Records(str(path), {}).add([odd, answer(1)])
+    assert read(path)[1] == [odd, answer(1)]
+
+
+LINE = json.dumps(asdict(answer(0)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{LINE}\n", "no line of settings"),
+        ('{"settings": 5}\n', "line 1 is no line of"),
+        ("[1]\n", "line 1 is no line of"),
+        ('{"settings": {}}\n' + LINE.replace('"text 0"', "5") + "\n", "line 2 .*`text` is no text"),
+        ('{"settings": {}}\n' + LINE.replace('"speculation": null', '"speculation": {}') + "\n", "lacks 'rounds'"),
+        ("my notes", "no file of `cactus-hf eval`"),
+    ],
+)
+def test_files_of_something_else_stay_as_they_are(text, words, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        Records(str(path), {})
+    assert path.read_text() == text
+
+
+def test_a_header_that_was_cut_off_is_written_anew(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"settings": {"se')
+    Records(str(path), {"seed": 0}).add([answer(0)])
+    assert read(path) == ({"seed": 0}, [answer(0)])
+
+
+def test_another_question_at_the_same_place_is_refused(tmp_path):
+    records = Records(str(tmp_path / "a.jsonl"), {})
+    records.add([replace(answer(0), prompt_sha256="a"), answer(1)])
+    records.check_questions("gsm8k", {0: "a", 1: "b", 2: "c"})
+    records.check_questions("ifeval", {0: "b"})
+    with pytest.raises(ValueError, match="another question 0 than the one now"):
+        records.check_questions("gsm8k", {0: "b"})
 
 
 def test_batches_keep_order_and_stops_apart():

@@ -17,6 +17,7 @@ from cactus_hf.bounded_rules import Lenience, Mentored
 from cactus_hf.divergences import DIVERGENCES
 from cactus_hf.heuristic_rules import TopK, TypicalAcceptance
 from cactus_hf.law import emitted_divergence, emitted_law
+from cactus_hf.verification import verify
 
 
 DELTAS = (0.0, 1e-12, 1e-6, 0.01, 0.1, 0.5, 1.0, 1.2564, 3.0, math.inf)
@@ -147,6 +148,13 @@ def test_leading_dimensions_and_parameters_per_row() -> None:
         law = emitted_law(target, draft, rule)
         for row in range(3):
             torch.testing.assert_close(law[row], emitted_law(target[row], draft[row], alone[row]), rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("rule", [Cactus(0.3), Cactus(kl_budget=0.1), Mentored(0.1), TopK()], ids=repr)
+def test_no_rows(rule: AcceptanceRule) -> None:
+    assert emitted_law(torch.zeros(0, 3), torch.zeros(0, 3), rule).shape == (0, 3)
+    none = torch.zeros(0, 1, dtype=torch.long)
+    assert verify(torch.zeros(0, 2, 3), none, torch.zeros(0, 1, 3), rule).next_token.shape == (0,)
 
 
 def test_float32_rows_are_taken_as_they_are() -> None:

@@ -52,11 +52,48 @@ def test_pictures_have_a_panel_for_each_task_and_pair(name, tmp_path):
         ([], "no lines"),
         ([{"task": "gsm8k"}], "line 1 is not of"),
         ([LINES[0] | {"error": None}], "Ask more questions"),
+        ([LINES[0] | {"error": 0.0}], "Ask more questions"),
+        ([LINES[0] | {"score": None}], "score is None"),
+        ([LINES[0] | {"method": 5}], "method is 5"),
+        ([LINES[0] | {"settings": {"models": 5}}], "pair is 5"),
+        ([{k: v for k, v in LINES[0].items() if k != "questions"}], "KeyError('questions')"),
     ],
 )
 def test_files_that_cannot_be_drawn(lines, message, tmp_path, capsys):
     assert cli.main(["plot", "scores", write(tmp_path / "a.jsonl", lines), "--output", str(tmp_path / "a.png")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_errors_and_deltas_that_a_picture_needs(tmp_path, capsys):
+    """Only `scores` divides by the target's own error."""
+    output = ["--output", str(tmp_path / "a.png")]
+    lossless = write(tmp_path / "a.jsonl", [LINES[0] | {"error": 0.0}, *LINES[1:]])
+    for name in ("ablation", "deltas"):
+        assert cli.main(["plot", name, lossless, *output]) == 0
+        one = write(tmp_path / "b.jsonl", [each | {"error": None} for each in LINES])
+        assert cli.main(["plot", name, one, *output]) == 2 and "have no error" in capsys.readouterr().err
+    for lines in (LINES[:1], [LINES[0], LINES[3], LINES[4]]):
+        assert cli.main(["plot", "deltas", write(tmp_path / "c.jsonl", lines), *output]) == 2
+        assert "no finite delta" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_draft_lengths_are_kept_apart(name):
+    from matplotlib.figure import Figure
+
+    two = [LINES[0] | {"num_assistant_tokens": None}]
+    two += [each | {"num_assistant_tokens": m} for m in (10, 4) for each in LINES[1:5]]
+    panel = Figure().subplots()
+    PICTURES[name][0](panel, two)
+    labels = {text.get_text() for text in panel.get_legend().get_texts()}
+    expected = {"4 drafts", "10 drafts"} if name == "deltas" else {"cactus, 4 drafts", "cactus, 10 drafts"}
+    assert expected <= labels
+
+
+def test_a_folder_that_is_not_there(tmp_path, capsys):
+    output = str(tmp_path / "nowhere" / "a.png")
+    assert cli.main(["plot", "scores", write(tmp_path / "a.jsonl", LINES), "--output", output]) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_the_name_of_a_picture_ends_in_png(tmp_path, capsys):

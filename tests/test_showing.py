@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from html import unescape
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,7 +125,14 @@ def test_an_output_of_generate(capsys) -> None:
         cactus_hf.show(torch.zeros(2, 3), TOKENIZER)
 
 
-@pytest.mark.parametrize("rows", [2, -1, [], [0, 7]])
+@pytest.mark.parametrize(
+    "rows", [torch.tensor([1]), torch.tensor(1), np.int64(1), np.array([1]), range(1, 2)], ids=repr
+)
+def test_rows_of_other_types(output, rows) -> None:
+    assert str(cactus_hf.show(output, TOKENIZER, rows=rows)) == str(cactus_hf.show(output, TOKENIZER, rows=1))
+
+
+@pytest.mark.parametrize("rows", [2, -1, [], [0, 7], True, [True], "0", 1.0, [1.0], [None], np.array([0.5])], ids=repr)
 def test_rows_that_do_not_exist(output, rows) -> None:
     with pytest.raises(ValueError, match="`rows` are numbers from 0 to 1"):
         cactus_hf.show(output, TOKENIZER, rows=rows)

@@ -69,7 +69,7 @@ def test_the_config_is_honoured(found):
     assert config.speculation_costs == {str(part["batch_size"]): part["costs"] for part in facts["batch_sizes"]}
     target, draft = tiny.pair("llama", vocab=260, eps=0.1)
     target = cactus_hf.enable(copy.copy(target))
-    config.update(max_new_tokens=20, eos_token_id=None, pad_token_id=0)
+    config.update(max_new_tokens=20, min_new_tokens=20, eos_token_id=None, pad_token_id=0)
     texts = [
         target.generate(torch.tensor([[70, 71, 72]]), assistant_model=draft, generation_config=config, generator=[3])
         for _ in range(2)

@@ -92,6 +92,8 @@ def call(target, draft, **options):
         ({"cactus_delta": 1.0, "generator": [1, 2]}, "2 seeds for 4 rows"),
         ({"cactus_delta": 1.0, "assistant_model": None}, "assistant_model"),
         ({"cactus_delta": 1.0, "num_beams": 2}, "num_beams=2"),
+        ({"cactus_kl": 1.0, "num_beams": 2}, "`cactus_kl`.*num_beams=2"),
+        ({"cactus_kl_total": 1.0, "assistant_model": None}, "`cactus_kl`.*nothing drafts"),
         ({"cactus_delta": 1.0, "assistant_early_exit": 1}, "assistant_model.*assistant_early_exit.*one of them"),
         ({"cactus_delta": 1.0, "prompt_lookup_num_tokens": 3}, "assistant_model.*prompt_lookup_num_tokens.*one of"),
         ({"cactus_delta": 1.0, "assistant_model": None, "prompt_lookup_num_tokens": 0}, "prompt_lookup.*at least 1"),

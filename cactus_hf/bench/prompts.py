@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..arguments import Prompt
+from ..json_lines import read_lines
 
 
 BUILT_IN: tuple[Prompt, ...] = (
@@ -50,11 +50,11 @@ def read_prompts(path: str) -> list[Prompt]:
     and `"content"`. Other entries, and empty lines, are left aside.
 
     Raises:
-        ValueError: for a line that is not so, with its number, and for a file without prompts.
+        ValueError: for a line that is not so, with its number, and for a file without prompts or no text.
         OSError: if it cannot be read.
     """
     prompts: list[Prompt] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         if line.strip():
             prompts.append(_parse(line, f"{path}, line {number}"))
     if not prompts:

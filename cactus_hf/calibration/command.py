@@ -81,8 +81,12 @@ def run(args: argparse.Namespace) -> int:
     from .. import report
     from . import writing
     from .measuring import DELTAS, calibrate
+    from .sampling import check_pair
 
     options = sampling_options(args) | {"pad_token_id": pad_token_id(pair.tokenizer)}
+    rest = [encode(pair.tokenizer, prompt) for prompt in prompts[num_prompts : num_prompts + num_checked]]
+    if rest:
+        check_pair(pair.target, pair.draft, rest, args.max_new_tokens)
     found = calibrate(
         pair.target,
         pair.draft,
@@ -97,9 +101,13 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         **options,
     )
-    answers = _answers(found, args, costs)
-    rest = prompts[num_prompts : num_prompts + num_checked]
-    checks = _checks(pair, [encode(pair.tokenizer, prompt) for prompt in rest], answers, args, options)
+    try:
+        answers = _answers(found, args, costs)
+    except ValueError:  # an answer that there is not; the rest has taken its time, and tells what there is
+        if not args.json:
+            print(found)
+        raise
+    checks = _checks(pair, rest, answers, args, options)
     if args.output:
         # With costs the fastest one comes last
         answer = answers[-1] if costs else answers[0]

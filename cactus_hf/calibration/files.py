@@ -10,14 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..json_lines import read_lines
 from ..report import json_number
+from .rounds import FIELDS
+
+
+POSITION_FIELDS = ("positions", "acceptance", "kl", "tv")  # sums over all positions of a text
 
 
 class Finished(NamedTuple):
     """What is kept of a prompt."""
 
     rounds: Tensor  # [S, M, 7] float64, the sums of `rounds.FIELDS`
-    positions: Tensor  # [S, 4] float64, the sums of `result.POSITION_FIELDS`
+    positions: Tensor  # [S, 4] float64, the sums of `POSITION_FIELDS`
 
 
 class Record:
@@ -37,20 +42,21 @@ class Record:
         self.finished: dict[int, Finished] = {}
         if self.path is None:
             return
-        if not self.path.exists():
+        if not self.path.exists() or not self.path.stat().st_size:
             self.path.write_text(_line(header), encoding="utf-8")
             return
         found, self.finished = read(self.path)
         differing = [name for name in header if found.get(name) != header[name]]
         if differing:
             name = differing[0]
+            there, now = _parted(found.get(name), header[name])
             raise ValueError(
-                f"{self.path} was made with another `{name}` ({_short(found.get(name))} instead of "
-                f"{_short(header[name])}): go on with the same, or give another file."
+                f"{self.path} was made with another `{name}` ({_short(there)} instead of {_short(now)}): go on with "
+                "the same, or give another file."
             )
-        text = self.path.read_text(encoding="utf-8")
-        if not text.endswith("\n"):  # a line that was being written when the run was killed
-            self.path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+        *whole, last = read_lines(self.path)
+        if last:  # a line that was being written when the run was killed
+            self.path.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
 
     def add(self, finished: dict[int, Finished]) -> None:
         """Keep those of the prompts that are new."""
@@ -63,10 +69,15 @@ class Record:
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[int, Finished]]:
     """The header of a file, and its prompts; without a last line that was not written to its end."""
-    lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
+    lines = read_lines(path)[:-1]
     try:
         header, *rest = map(json.loads, lines)
-        shape = len(header["settings"]), header["longest"]
+        shape, numbers = (len(header["settings"]), header["longest"]), range(header["num_prompts"])
+        for name in ("deltas", "num_assistant_tokens", "seed", "options"):
+            header[name]
+        for each in rest:
+            if each["prompt"] not in numbers:
+                raise ValueError(f"prompt {each['prompt']!r} is none of {len(numbers)}")
         return header, {each["prompt"]: _finished(each, shape) for each in rest}
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
@@ -89,11 +100,18 @@ def _finished(line: dict[str, Any], shape: tuple[int, int]) -> Finished:
     rounds, positions = (
         torch.tensor(list(map(float, line[name])), dtype=torch.float64) for name in ("rounds", "positions")
     )
-    return Finished(rounds.view(*shape, -1), positions.view(shape[0], -1))
+    return Finished(rounds.view(*shape, len(FIELDS)), positions.view(shape[0], len(POSITION_FIELDS)))
 
 
 def _line(content: dict[str, Any]) -> str:
     return json.dumps(content, allow_nan=False) + "\n"
+
+
+def _parted(one: Any, other: Any) -> tuple[Any, Any]:
+    """Two values; of two lists, without what is in both."""
+    if not (isinstance(one, list) and isinstance(other, list)):
+        return one, other
+    return [each for each in one if each not in other], [each for each in other if each not in one]
 
 
 def _short(value: Any) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from ..acceptance import AcceptanceRule, Cactus, Mixture
 from ..arguments import Prompt, encode
 from ..bounded_rules import Lenience, Mentored
 from ..heuristic_rules import TopK, TypicalAcceptance
+from ..json_lines import claimed
 from ..kl_budget import has_budget
 from ..law import has_closed_form
 from ..parameters import check_delta, is_integer
@@ -111,18 +112,20 @@ def calibrate(
             raise ValueError(f"`{name}` must be an integer of at least 1, got {value!r}.")
     if num_assistant_tokens > longest:
         raise ValueError(f"`num_assistant_tokens` is {num_assistant_tokens}, and `longest` is only {longest}.")
+    if not is_integer(seed):
+        raise ValueError(f"`seed` must be an integer, got {seed!r}.")
     if max_new_tokens < 3:
         raise ValueError("`max_new_tokens` below 3 leaves no round with a draft: give more.")
     ids = _ids(prompts, tokenizer)
     options = checked_options(options, model) | {"max_new_tokens": int(max_new_tokens)}
-    check_pair(model, assistant_model, max(map(len, ids)) + max_new_tokens)
+    check_pair(model, assistant_model, ids, max_new_tokens)
     header = {
+        "deltas": deltas,
         "settings": [
             *({"label": f"Cactus({delta:g})", "kind": "Cactus", "delta": delta} for delta in deltas),
             *({"label": _label(rule), "kind": _kind(rule), "delta": None} for rule in rules),
             *({"label": f"limit, slope {slope:g}", "kind": "limit", "delta": None} for slope in SLOPES),
         ],
-        "deltas": deltas,
         "longest": int(longest),
         "num_assistant_tokens": int(num_assistant_tokens),
         "batch_size": int(batch_size),
@@ -132,9 +135,9 @@ def calibrate(
         "models": [_facts(each) for each in (model, assistant_model)],
         "options": {name: _written(value) for name, value in sorted(options.items())},
     }
-    record = Record(header, resume)
     every = [*map(Cactus, deltas), *rules]
-    with enabled(model) as target, _bar(len(ids), progress) as bar:
+    with claimed(resume), enabled(model) as target, _bar(len(ids), progress) as bar:
+        record = Record(header, resume)
         texts = Texts(target, assistant_model, options)
         for begin in range(0, len(ids), batch_size):
             # The whole batch again if one is missing, as what a row rounds to may depend on its neighbours
@@ -149,6 +152,11 @@ def calibrate(
                     found[number] = finished(values, is_drafted, longest, max_new_tokens)
                 record.add(found)
             bar.update(len(numbers))
+    if not any(each.positions[:, 0].any() for each in record.finished.values()):
+        raise ValueError(
+            "No text has a drafted token behind its first one, so there is nothing to evaluate: give other prompts, "
+            "or other options, such as `min_new_tokens`."
+        )
     return Calibration.of(header, record.finished)
 
 
@@ -161,6 +169,7 @@ def finished(values: Values, is_drafted: Tensor, longest: int, max_new_tokens: i
 
 
 def _checked(deltas: Sequence[float], rules: Sequence[AcceptanceRule]) -> tuple[list[float], list[AcceptanceRule]]:
+    deltas, rules = _listed("deltas", deltas), _listed("rules", rules)
     if not deltas:
         raise ValueError("`deltas` is empty: give at least one.")
     for delta in deltas:
@@ -176,6 +185,13 @@ def _checked(deltas: Sequence[float], rules: Sequence[AcceptanceRule]) -> tuple[
         if any(isinstance(value, Tensor) for value in vars(rule).values()):
             raise ValueError(f"{rule!r} has one value a row: give rules with one number for all.")
     return sorted(set(map(float, deltas))), list(rules)
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"`{name}` must be a list, got {values!r}.") from None
 
 
 def _label(rule: AcceptanceRule) -> str:
@@ -194,18 +210,28 @@ def _kind(rule: AcceptanceRule) -> str:
     return f"Cactus{', KL budget' * has_budget(rule)}{ball}"
 
 
-def _ids(prompts: Sequence[Prompt | Sequence[int]], tokenizer: Any) -> list[list[int]]:
-    if isinstance(prompts, str) or not prompts:
-        raise ValueError("`prompts` must be a list with at least one prompt.")
-    found = []
-    for prompt in prompts:
-        if not isinstance(prompt, str) and prompt and all(map(is_integer, prompt)):
-            found.append(list(map(int, cast(Sequence[int], prompt))))
-        elif tokenizer is None:
-            raise ValueError("`prompts` hold text: pass `tokenizer=` as well, or give lists of token ids.")
-        else:
-            found.append(encode(tokenizer, cast(Prompt, prompt)))
-    return found
+def _ids(prompts: Any, tokenizer: Any) -> list[list[int]]:
+    given = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # of tensors and arrays
+    if given is None or isinstance(given, (str, Mapping)) or not (given := list(given)):
+        raise ValueError(
+            f"`prompts` must be a list with at least one prompt: texts, chats, or lists of token ids; got {prompts!r}."
+        )
+    return [_ids_of(number, prompt, tokenizer) for number, prompt in enumerate(given)]
+
+
+def _ids_of(number: int, prompt: Any, tokenizer: Any) -> list[int]:
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(prompt, (str, list, tuple)):
+        raise TypeError(f"`prompts` must hold texts, chats (lists of messages) or lists of token ids; got {prompt!r}.")
+    if not prompt and not isinstance(prompt, str):
+        raise ValueError(f"Prompt {number} has no tokens: give some text, or some ids.")
+    if not isinstance(prompt, str) and all(map(is_integer, prompt)):
+        return list(map(int, prompt))
+    if tokenizer is None:
+        raise ValueError("`prompts` hold text: pass `tokenizer=` as well, or give lists of token ids.")
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise TypeError(f"`tokenizer` must be the target's tokenizer, got {tokenizer!r}.")
+    return encode(tokenizer, cast(Prompt, prompt))
 
 
 def _facts(model: Any) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from . import files
 from .rounds import FIELDS, LOSSLESS
 
 
-POSITION_FIELDS = ("positions", "acceptance", "kl", "tv")  # sums over all positions of a text
 RESAMPLES = 1000
 # What a run reports as `.speculation.<name>`: numerator and denominator, or those of two factors
 RATIOS = {
@@ -220,7 +219,7 @@ class Calibration:
         """
         header, finished = files.read(path)
         missing = header["num_prompts"] - len(finished)
-        if missing:
+        if missing or not finished:
             raise ValueError(f"{path} lacks {missing} of {header['num_prompts']} prompts: finish it by `resume`.")
         return cls.of(header, finished)
 

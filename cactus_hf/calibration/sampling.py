@@ -25,7 +25,10 @@ from ..wrappers import unwrapped
 OWN_OPTIONS = (
     "assistant_model",
     "cactus_delta",
+    "cactus_kl",
+    "cactus_kl_total",
     "acceptance_rule",
+    "speculation_kl",
     "generator",
     "inputs",
     "input_ids",
@@ -35,6 +38,7 @@ OWN_OPTIONS = (
     "num_return_sequences",
     "num_beams",
     "max_length",
+    "streamer",
 )
 
 
@@ -139,11 +143,16 @@ def enabled(model: Any) -> Iterator[Any]:
             disable(model)
 
 
-def check_pair(target: Any, draft: Any, longest: int) -> None:
-    """
-    Raises `ValueError` for models that do not read the same ids, or not as many as `longest`, the tokens of the
-    longest prompt with its continuation.
-    """
+def check_pair(target: Any, draft: Any, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+    """Raises `ValueError` for models that cannot read the `prompts` with their continuations."""
+    longest = max(map(len, prompts)) + max_new_tokens
+    vocab_size = Host(target).vocab_size
+    for number, ids in enumerate(prompts):
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise ValueError(
+                f"Prompt {number} has the token id {min(ids) if min(ids) < 0 else max(ids)}, and the target knows ids "
+                f"from 0 to {vocab_size - 1}: are the ids of another tokenizer?"
+            )
     for role, host in (("target", Host(target)), ("draft", Host(draft))):
         if host.is_encoder_decoder:
             raise ValueError(f"The {role}, {host.name}, has an encoder: only decoder-only models are calibrated.")

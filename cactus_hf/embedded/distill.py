@@ -27,6 +27,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..json_lines import read_lines
 from .draft import SHIPPED_DRAFT, average_drafts, load_draft, save_draft, trained_parts
 from .evaluation import acceptance, sample_answers
 from .options import add_options, read_options
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def read_prompts(path: Path, categories: str | None = None) -> list[str]:
     """The prompts of a JSON-lines file; of several turns the first."""
     prompts = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
         row = json.loads(line)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +18,8 @@ from ..arguments import (
     load,
     number,
     pad_token_id,
-    quiet_transformers,
 )
+from ..json_lines import claimed
 from ..vllm_backend import BACKENDS, TRANSFORMERS, VLLM, Source, Vllm, find_source
 from .methods import PLAIN, Method, method_name, syntax
 
@@ -96,8 +93,9 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         ValueError: for options that contradict one another or cannot be met.
         ImportError: if lm-eval is missing.
+        OSError: if what scores answers cannot be fetched.
     """
-    from .tasks import check_lm_eval
+    from .tasks import check_lm_eval, check_sentences
 
     check_models(args)
     vllm_backend.check_backend(args)
@@ -107,12 +105,16 @@ def check_options(args: argparse.Namespace) -> None:
     check_folders(args, "output", "json")
     if args.data and not Path(args.data).is_file():
         raise ValueError(f"--data {args.data}: there is no such file. Without --data the questions come from the Hub.")
+    if args.task == "ifeval":
+        check_sentences()
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the evaluation and returns the exit status."""
+    from .tasks import quiet_lm_eval
+
     check_options(args)
-    with _quiet_lm_eval():
+    with quiet_lm_eval():
         return _run(args)
 
 
@@ -120,12 +122,13 @@ def _run(args: argparse.Namespace) -> int:
     import torch
     from accelerate import PartialState
 
-    from .tasks import load_task
+    from .tasks import load_task, own_data
 
     state = PartialState(cpu=not torch.cuda.is_available())
     if state.num_processes > 1 and VLLM in args.backend:
         raise ValueError('vLLM starts its own processes: run one, with "tensor_parallel_size" in --vllm-options.')
-    task = load_task(args.task, args.data)
+    with own_data(args.task, args.data):
+        task = load_task(args.task, args.data)
     for backend in dict.fromkeys(args.backend):
         records, asked = _answer(args, backend, task, state)
     state.wait_for_everyone()
@@ -141,25 +144,30 @@ def _answer(args: argparse.Namespace, backend: str, task: Any, state: Any) -> tu
     from tqdm import tqdm
 
     from .. import report
-    from .records import Records
+    from .records import Records, part_of
     from .running import batches, run, share
-    from .tasks import questions
+    from .tasks import own_data, questions
 
     pair = load(args) if backend == TRANSFORMERS else find_source(args)
-    asked = questions(task, pair.tokenizer, args.limit, not args.no_chat_template)
+    with own_data(args.task, args.data):
+        asked = questions(task, pair.tokenizer, args.limit, not args.no_chat_template)
+        if not asked:
+            raise ValueError("there are none")
     _check_lengths(args, pair, asked)
-    records = Records(args.output, _settings(args, pair, asked), state.process_index)
     methods = _methods(args, backend)
     work = list(share(batches(asked, args.batch_size), state.process_index, state.num_processes))
     total = len(methods) * sum(map(len, work))
     is_main = state.is_main_process
-    if is_main:
-        title = pair.title if isinstance(pair, Source) else report.describe(pair.name, pair.target, pair.draft)
-        print(f"{title}\n", flush=True)
     with (
+        claimed(part_of(Path(args.output), state.process_index)),
         contextlib.ExitStack() as stack,
         tqdm(total=total, desc=f"Answering {args.task}", unit="answer", disable=None if is_main else True) as bar,
     ):
+        records = Records(args.output, _settings(args, pair, asked), state.process_index)
+        records.check_questions(args.task, {each.index: each.sha256 for each in asked})
+        if is_main:
+            title = pair.title if isinstance(pair, Source) else report.describe(pair.name, pair.target, pair.draft)
+            print(f"{title}\n", flush=True)
 
         def progress(name: str, num: int) -> None:
             bar.set_postfix_str(name)
@@ -222,7 +230,7 @@ def _settings(args: argparse.Namespace, pair: Pair | Source, asked: list[Questio
         "dtype": pair.dtype if isinstance(pair, Source) else report.dtype_name(pair.target),
         **{name: getattr(args, name) for name in names},
         "emitted_kl": args.emitted_kl is not False,
-        "first_prompt_sha256": hashlib.sha256(asked[0].prompt.encode()).hexdigest(),
+        "first_prompt_sha256": asked[0].sha256,
     }
 
 
@@ -270,14 +278,3 @@ def _summaries(name: str, task: Any, records: Records, methods: list[Method], in
         texts = {answer.question: answer.text for answer in answers}
         found.append(summarise(name, method, answers, scores(task, definitions[name], texts)))
     return found
-
-
-@contextlib.contextmanager
-def _quiet_lm_eval() -> Iterator[None]:
-    """Keeps lm-eval's and datasets' own words and bars out of the output."""
-    import os
-
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    with quiet_transformers():
-        yield

@@ -94,7 +94,7 @@ def parse_rule(text: str) -> AcceptanceRule:
         number = float(value)
     except ValueError:
         raise ValueError(f"{text!r}: {value!r} is not a number. Write {name}:{parameter}.") from None
-    return make(int(number) if parameter == "K" and number == int(number) else number)
+    return make(int(number) if parameter == "K" and number.is_integer() else number)
 
 
 def method_name(text: str) -> str:

@@ -7,13 +7,17 @@ file each, and all of them are read together.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..json_lines import read_lines
 from ..vllm_backend import TRANSFORMERS
 from .methods import Method
+
+
+COUNTS = ("rounds", "drafted", "verified", "accepted", "emitted", "ball_kl_sum")  # in each `speculation`
 
 
 class Key(NamedTuple):
@@ -41,6 +45,7 @@ class Answer:
         batch_rows (`int`): Rows decoded together.
         speculation (`dict`, *optional*): Counts and sums of its row, see [`SpeculationStats`].
         backend (`str`): What decoded it.
+        prompt_sha256 (`str`, *optional*): Of the question as it was put to the model.
     """
 
     task: str
@@ -55,6 +60,7 @@ class Answer:
     batch_rows: int
     speculation: dict[str, Any] | None = field(default=None)
     backend: str = TRANSFORMERS
+    prompt_sha256: str | None = None
 
     @property
     def key(self) -> Key:
@@ -77,9 +83,10 @@ class Records:
     def __init__(self, path: str, settings: dict[str, Any], rank: int = 0) -> None:
         self.path = Path(path)
         self.settings: dict[str, Any] = json.loads(json.dumps(settings))
-        self.own = _part(self.path, rank)
+        self.own = part_of(self.path, rank)
         self.answers: dict[Key, Answer] = {}
         self.reload()
+        _mend(self.own)
         if not self.own.exists() or not self.own.stat().st_size:
             self._write({"settings": self.settings})
 
@@ -90,6 +97,15 @@ class Records:
             if settings is not None:
                 self._check(settings, part)
             self.answers |= {answer.key: answer for answer in answers}
+
+    def check_questions(self, task: str, hashes: Mapping[int, str]) -> None:
+        """Raises `ValueError` if a question that was answered, by its place, had another text than the one now."""
+        for key, answer in self.answers.items():
+            if key.task == task and answer.prompt_sha256 not in (None, hashes.get(key.question, answer.prompt_sha256)):
+                raise ValueError(
+                    f"{self.path} has an answer to another question {key.question} than the one now: give another "
+                    "--output, or the same --data."
+                )
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Writes answers at once, so that no more than a batch can be lost."""
@@ -112,7 +128,8 @@ class Records:
             )
 
 
-def _part(path: Path, rank: int) -> Path:
+def part_of(path: Path, rank: int) -> Path:
+    """The file of process `rank`."""
     return path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")
 
 
@@ -123,23 +140,50 @@ def parts(path: Path) -> list[Path]:
 
 def read(path: Path) -> tuple[dict[str, Any] | None, list[Answer]]:
     """
-    Settings and answers of one file. A last line that was cut off while it was written is left aside and removed.
+    Settings and answers of one file, without a last line that was cut off while it was written.
 
     Raises:
-        ValueError: for another line that is none of ours.
+        ValueError: for another line that is none of ours, and for answers without settings.
     """
     settings, answers = None, []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
+    *lines, last = read_lines(path)
+    for number, line in enumerate(lines + [last] * _is_whole(last), start=1):
         try:
             entry = json.loads(line)
             if "settings" in entry:
-                settings = entry["settings"]
+                settings = dict(entry["settings"])
             else:
-                answers.append(Answer(**entry))
-        except (ValueError, TypeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                path.write_text("".join(lines[:-1]), encoding="utf-8")
-                break
+                answers.append(_answer(entry))
+        except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}, line {number} is no line of `cactus-hf eval`: {error}.") from error
+    if answers and settings is None:
+        raise ValueError(f"{path} has no line of settings, so what its answers come from is not known: give another.")
     return settings, answers
+
+
+def _answer(entry: dict[str, Any]) -> Answer:
+    answer = Answer(**entry)
+    missing = [] if answer.speculation is None else [name for name in COUNTS if name not in answer.speculation]
+    if missing or not isinstance(answer.text, str):
+        raise ValueError(f"`speculation` lacks {missing[0]!r}" if missing else "`text` is no text")
+    return answer
+
+
+def _is_whole(line: str) -> bool:
+    """Whether a line without a line break is all of what was to be written."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _mend(path: Path) -> None:
+    """Makes a file end behind a whole line. One that has no other line must begin as ours do."""
+    *lines, last = read_lines(path) if path.exists() else [""]
+    if not last:
+        return
+    if _is_whole(last):
+        lines.append(last)
+    elif not lines and not last.startswith('{"settings"'):
+        raise ValueError(f"{path} is no file of `cactus-hf eval`: give another --output.")
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

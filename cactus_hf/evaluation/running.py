@@ -83,6 +83,7 @@ class Evaluation:
                     seconds=round(seconds / len(questions), 4),
                     batch_rows=len(questions),
                     speculation=None if stats is None else _row(stats, row),
+                    prompt_sha256=question.sha256,
                 )
             )
         return answers

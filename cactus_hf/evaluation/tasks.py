@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import io
 import json
+import logging
+import os
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..arguments import quiet_transformers
 
 
 if TYPE_CHECKING:
@@ -56,6 +62,11 @@ class Question:
     prompt: str
     stops: tuple[str, ...]
 
+    @property
+    def sha256(self) -> str:
+        """Of the prompt."""
+        return hashlib.sha256(self.prompt.encode()).hexdigest()
+
 
 def check_lm_eval() -> None:
     """
@@ -64,6 +75,20 @@ def check_lm_eval() -> None:
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ImportError("Evaluation needs lm-eval: pip install 'cactus_hf[eval]'.")
+
+
+def check_sentences() -> None:
+    """Raises `OSError` where IFEval's answers could not be scored once they are all there."""
+    import lm_eval.tasks.ifeval.instructions_util  # noqa: F401  # fetches what is missing, if it can
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        raise OSError(
+            "IFEval counts sentences with NLTK's punkt_tab, which cannot be fetched: put it, as tokenizers/punkt_tab, "
+            "in a folder that NLTK_DATA names."
+        ) from None
 
 
 def load_task(name: str, data: str | None = None) -> Task:
@@ -148,3 +173,27 @@ def scores(task: Task, definition: Definition, texts: dict[int, str]) -> dict[in
             results = task.process_results(instance.doc, [answer])
             found[instance.doc_id] = float(results[definition.metric])
     return found
+
+
+@contextlib.contextmanager
+def own_data(task: str, path: str | None) -> Iterator[None]:
+    """Turns whatever lm-eval and datasets make of a file that does not fit into an error about that file."""
+    try:
+        yield
+    except Exception as error:
+        if path is None or isinstance(error, ImportError):
+            raise
+        cause = error.__cause__ or error
+        raise ValueError(
+            f"--data {path} does not hold questions of {task} ({type(cause).__name__}: {cause}): give JSON "
+            "lines with the fields of the Hub's data set, or GPQA's zip archive for gpqa_diamond."
+        ) from error
+
+
+@contextlib.contextmanager
+def quiet_lm_eval() -> Iterator[None]:
+    """Keeps lm-eval's and datasets' own words and bars out of the output."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    with quiet_transformers():
+        yield

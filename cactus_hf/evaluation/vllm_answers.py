@@ -64,6 +64,7 @@ class VllmEvaluation:
                     batch_rows=len(questions),
                     speculation=None if method.is_plain else _row(completion, len(ids), method.num_drafts, ball_kl),
                     backend=method.backend,
+                    prompt_sha256=question.sha256,
                 )
             )
         return answers

@@ -146,7 +146,7 @@ def test_requests_with_random_parameters(models: Path):
             assert_on_support(prompt, tokens, kind)
             if kind.temperature > 0 and kind.top_k == 0 and kind.top_p == 1 and kind.extra_args is not None:
                 histograms.append((kind.extra_args["cactus_delta"], output.outputs[0].spec_decode_metrics.histogram))
-    # At delta inf all drafts of a round are kept, or none where vLLM has lost their law; at the others some are at times
+    # At delta inf all drafts of a round are kept, or none where vLLM has lost their law; at the others some are kept
     unbounded = [histogram for delta, histogram in histograms if delta == float("inf")]
     others = [histogram for delta, histogram in histograms if delta != float("inf")]
     assert sum(histogram[1] for histogram in unbounded) == 0
