@@ -87,6 +87,18 @@ def test_a_draft_without_a_law_drafts_nothing():
     assert all((field[1] == 0).all() and not field.isnan().any() for field in values)
 
 
+def test_a_token_rounded_out_of_the_targets_support_leaves_sums_finite():
+    target = torch.tensor(
+        [[0.5, 0.5, 0.0], [0.2, 0.8, 0.0]]
+    ).log()  # the second token of the text was possible when drawn
+    draft = torch.tensor([[0.3, 0.3, 0.4], [0.5, 0.3, 0.2]]).log()
+    rules = [SpeculativeSampling(), Cactus(0.0), Cactus(0.5)]
+    values = evaluate(target, draft, torch.tensor([0, 2]), rules)
+    assert torch.equal(values.kept[1], values.acceptance[1])
+    assert not torch.equal(values.kept[0], values.acceptance[0])
+    assert round_sums(values, torch.ones(2, dtype=torch.bool), 3, 5).isfinite().all()
+
+
 def test_no_rule_beats_the_limit():
     """At every slope the limit has the least KL - slope * acceptance, also among laws made at random."""
     target, draft, tokens = logits(40, 6, seed=5)

@@ -114,9 +114,12 @@ def _of_cactus(rows: Rows, rule: Cactus) -> Values:
 def _of_law(rows: Rows, law: Tensor, kept: Tensor) -> Values:
     """Of an emitted law [N, K], of which `kept` [N, K] are kept drafts."""
     kl, tv = distances(law, rows.target)
-    # The text was drawn from the target, so the divisor is not 0
-    token_kept = (kept.gather(-1, rows.place) / rows.target.gather(-1, rows.place)).squeeze(-1)
-    return Values(kept.sum(-1), token_kept, kl, tv, torch.zeros_like(kl))
+    acceptance = kept.sum(-1)
+    token_prob = rows.target.gather(-1, rows.place).squeeze(-1)
+    token_kept = kept.gather(-1, rows.place).squeeze(-1) / token_prob
+    # The text was drawn from the target, but in half precision this pass may round the token out of its top-k or
+    # top-p. Then there is the mean over the target's tokens.
+    return Values(acceptance, torch.where(token_prob > 0, token_kept, acceptance), kl, tv, torch.zeros_like(kl))
 
 
 def limit_laws(rows: Rows, slopes: Sequence[float]) -> Iterator[Tensor]:

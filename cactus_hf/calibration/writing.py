@@ -110,13 +110,15 @@ def plot(path: str | os.PathLike, calibration: Calibration) -> None:
     style.check_picture(path, "A plot")
     with style.picture(path, 7, 5) as figure:
         axes = figure.subplots()
-        colours = itertools.cycle(style.COLOURS)
+        looks = itertools.cycle(zip(style.COLOURS, style.DASHES, strict=True))
         for kind, points in _curves(calibration):
             x, y = zip(*sorted(points), strict=True)
             if kind == "limit":
-                axes.plot(x, y, "--", color="black", label=kind)
+                axes.plot(x, y, color="black", linewidth=0.8, label=kind)
             else:
-                axes.plot(x, y, "o" if kind in POINTS else "o-", color=next(colours), label=kind, markersize=4)
+                colour, dashes = next(looks)
+                linestyle = "none" if kind in POINTS else dashes
+                axes.plot(x, y, marker="o", linestyle=linestyle, color=colour, label=kind, markersize=4)
         axes.set_xlabel("emitted KL, nats a position")
         axes.set_ylabel("acceptance, mean over positions")
         axes.set_xlim(left=0)

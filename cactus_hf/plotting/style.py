@@ -69,7 +69,7 @@ def picture(path: str | os.PathLike, width: float, height: float) -> Iterator[Fi
         yield figure
         drawn = io.BytesIO()
         figure.savefig(drawn)
-    Image.open(drawn).convert("RGB").quantize(NUM_COLOURS).save(path, optimize=True)
+    Image.open(drawn).convert("RGB").quantize(NUM_COLOURS, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 
 def legend_below(figure: Figure, num_columns: int) -> None:
