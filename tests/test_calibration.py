@@ -89,7 +89,7 @@ def test_a_draft_without_a_law_drafts_nothing():
 
 def test_a_token_rounded_out_of_the_targets_support_leaves_sums_finite():
     target = torch.tensor(
-        [[0.5, 0.5, 0.0], [0.2, 0.8, 0.0]]
+        [[0.6, 0.4, 0.0], [0.2, 0.8, 0.0]]
     ).log()  # the second token of the text was possible when drawn
     draft = torch.tensor([[0.3, 0.3, 0.4], [0.5, 0.3, 0.2]]).log()
     rules = [SpeculativeSampling(), Cactus(0.0), Cactus(0.5)]
