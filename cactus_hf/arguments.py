@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Prompt = str | list[dict[str, str]]  # text, or the messages of a chat
 TEMPERATURE = 0.7
+LARGEST_SEED = 2**31 - 1  # many are made of it, which torch takes up to 2^63
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -174,7 +175,7 @@ def add_sampling(add: Callable[..., Any]) -> None:
     add("--temperature", type=number(0, is_open=True), default=TEMPERATURE, metavar="T", help=default)
     add("--top-k", type=number(1, is_whole=True), metavar="K", help="(default: off)")
     add("--top-p", type=number(0, 1, is_open=True), metavar="P", help="(default: off)")
-    add("--seed", type=number(0, is_whole=True), default=0, help=default)
+    add("--seed", type=number(0, LARGEST_SEED, is_whole=True), default=0, help=default)
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def page(sections: dict[str, tuple[Option, ...]]) -> str:
     parts = [
         "# Options\n\n",
         "What becomes of every parameter of transformers' `GenerationConfig` and every argument of `generate()` in\n",
-        "a call with `cactus_delta` or `acceptance_rule`. A call without them is transformers' own. The tests run\n",
-        "every line, for one prompt and for a ragged batch.\n\n",
+        "a call with `cactus_delta`, `cactus_kl` or `acceptance_rule`. A call without them is transformers' own.\n",
+        "The tests run every line, for one prompt and for a ragged batch.\n\n",
         *(f"* **{status}**: {meaning}\n" for status, meaning in STATUS.items()),
     ]
     for title, options in sections.items():

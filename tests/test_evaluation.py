@@ -189,6 +189,7 @@ def test_ifeval_says_at_once_what_its_scores_lack(options, tmp_path, capsys, mon
         (["--data", "nowhere.jsonl"], "no such file"),
         (["--output", "nowhere/x.jsonl"], "no folder nowhere"),
         (["--max-new-tokens", "100000"], "and the target holds"),
+        (["--seed", "99999999999999999999"], "needs a whole number of at least 0 and at most 2.14748e+09"),
     ],
 )
 def test_bad_options_are_named(options, tmp_path, capsys, changed, message):

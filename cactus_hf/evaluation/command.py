@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import vllm_backend
 from ..arguments import (
+    LARGEST_SEED,
     Pair,
     add_models,
     check_folders,
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=number(0, is_open=True), default=0.6, metavar="T", help=default)
     add("--top-p", type=number(0, 1, is_open=True), default=0.95, metavar="P", help=f"1 is off {default}")
     add("--top-k", type=number(0, is_whole=True), default=20, metavar="K", help=f"0 is off {default}")
-    add("--seed", type=number(0, is_whole=True), default=0, help=default)
+    add("--seed", type=number(0, LARGEST_SEED, is_whole=True), default=0, help=default)
     add("--no-chat-template", action="store_true", help="give the model the bare question")
     add("--think-end", default="</think>", metavar="TEXT", help=f"what stands before it is not scored {default}")
     add(

@@ -1,4 +1,4 @@
-"""Lets any model's `generate()` take `cactus_delta` and `acceptance_rule`, without `cactus_hf.enable`."""
+"""Lets any model's `generate()` take `cactus_delta`, `cactus_kl` and `acceptance_rule`, without `cactus_hf.enable`."""
 
 import copy
 from typing import Any
