@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..acceptance import AcceptanceRule, Cactus, SpeculativeSampling
 from ..evaluation.methods import parse_rule
+from ..parameters import to_device
 
 
 ENVIRONMENT = "CACTUS_HF_VLLM"
@@ -89,14 +90,12 @@ def _installing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _runner(vllm_config: Any) -> ModuleType:
-    """What knows the engine's model runner: `install`, and `check` for the rules that are exact there."""
+    """What knows the engine's model runner, by its function `install`."""
     if vllm_config.use_v2_model_runner:
-        from . import vllm_v2
-
-        return vllm_v2
-    from . import vllm_v1
-
-    return vllm_v1
+        from . import vllm_v2 as runner
+    else:
+        from . import vllm_v1 as runner
+    return runner
 
 
 def asked_rule(vllm_config: Any) -> AcceptanceRule | None:
@@ -117,7 +116,7 @@ def check_engine(vllm_config: Any) -> None:
     if name is None:
         return
     try:
-        rule = parse_rule(name)
+        parse_rule(name)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{ENVIRONMENT} or additional_config[{KEY!r}]: {error}") from None
     import vllm
@@ -136,7 +135,6 @@ def check_engine(vllm_config: Any) -> None:
         )
     if getattr(vllm_config, "watermark_config", None) is not None:
         raise ValueError(f"{need}, which is no watermarked law: leave out `watermark_config`.")
-    _runner(vllm_config).check(rule)
     vllm_config.additional_config = {**config, KEY: name}
 
 
@@ -177,9 +175,23 @@ def check_request(vllm_config: Any, params: Any) -> None:
                     f"{ENVIRONMENT}=cactus:0, or another rule as its default."
                 )
         else:
-            _runner(vllm_config).check(request_rule(params, default), params)
+            _check_grammar(vllm_config.speculative_config, request_rule(params, default), params)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="extra_args") from None
+
+
+def _check_grammar(speculative: Any, rule: AcceptanceRule, params: Any) -> None:
+    """Of drafts that a grammar forbids vLLM lets no rule know: it draws from the target in their place."""
+    if params.structured_outputs is None or params.temperature == 0 or is_lossless(rule):
+        return
+    need = f"structured outputs are not exact with {rule!r}"
+    if not isinstance(rule, Cactus):
+        raise ValueError(f"{need}: ask for a `cactus_delta` instead.")
+    if speculative.draft_sample_method == "probabilistic":
+        raise ValueError(
+            f"{need} where drafts are drawn: ask for `cactus_delta` 0, vLLM's own way, or start the engine with "
+            '`draft_sample_method` "greedy".'
+        )
 
 
 def request_rule(params: Any, default: AcceptanceRule) -> AcceptanceRule:
@@ -243,7 +255,7 @@ class Statistics:
         lengths = torch.tensor(num_drafts)
         row = torch.arange(len(num_drafts)).repeat_interleave(lengths)
         position = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
-        lengths, row, position = (x.to(ball_kl.device, non_blocking=True) for x in (lengths, row, position))
+        lengths, row, position = (to_device(x, ball_kl.device) for x in (lengths, row, position))
         accepted = torch.minimum(num_accepted.to(lengths.dtype), lengths)
         verified = torch.minimum(accepted + 1, lengths)
         kl = ball_kl.where(position < verified[row], 0.0).sum()

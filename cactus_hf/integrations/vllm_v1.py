@@ -30,14 +30,6 @@ from .vllm import Statistics, is_lossless, request_rule
 TAKEN_BACK = -1  # vLLM's token id for a draft that is to be rejected
 
 
-def check(rule: AcceptanceRule, params: SamplingParams | None = None) -> None:
-    """Raises `ValueError` where a rule, or a rule for a request of these parameters, is not exact."""
-    if params is not None and params.structured_outputs is not None and not isinstance(rule, Cactus):
-        # vLLM takes back drafts that a grammar forbids, and with them the law that they were drawn from
-        if not is_lossless(rule):
-            raise ValueError(f"structured outputs are not supported with {rule!r}: ask for a `cactus_delta` instead.")
-
-
 def install(model_runner: Any, rule: AcceptanceRule, statistics: Statistics) -> None:
     """Makes a model runner follow `rule`."""
     from vllm.v1.sample import rejection_sampler

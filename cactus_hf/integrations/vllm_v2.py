@@ -30,14 +30,6 @@ from .flat_rows import cactus_rows, raise_logits
 from .vllm import Statistics, is_lossless, request_rule
 
 
-def check(rule: AcceptanceRule, params: Any = None) -> None:
-    """Raises `ValueError` where a rule, or a rule for a request of these parameters, is not exact."""
-    if params is not None and params.structured_outputs is not None and not isinstance(rule, Cactus):
-        # vLLM takes back drafts that a grammar forbids, and with them the law that they were drawn from
-        if not is_lossless(rule):
-            raise ValueError(f"structured outputs are not supported with {rule!r}: ask for a `cactus_delta` instead.")
-
-
 def install(model_runner: Any, rule: AcceptanceRule, statistics: Statistics) -> None:
     """
     Makes a model runner follow `rule` as soon as it has its model; other runners of the process stay as they are.

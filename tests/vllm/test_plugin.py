@@ -49,7 +49,6 @@ def test_the_rule_is_asked_for_by_option_or_environment(models: Path, monkeypatc
         ("cactus:-1", {}, "0 \\(lossless\\) or more"),
         (0.5, {}, "must name a rule"),
         ("cactus:1", {"speculative_config": None}, "nothing drafts"),
-        ("cactus:1", {"VLLM_USE_V2_MODEL_RUNNER": "1", "rejection_sample_method": "block"}, "is 'block'"),
         (
             "cactus:1",
             {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.5]},
@@ -102,19 +101,32 @@ def test_the_rule_of_a_request(default: str, extra_args: dict[str, Any] | None, 
     assert plugin.request_rule(SamplingParams(extra_args=extra_args), parse_rule(default)) == rule
 
 
-def engine_of(rule: str | None) -> Any:
-    return SimpleNamespace(additional_config={} if rule is None else {"cactus_hf": rule}, use_v2_model_runner=False)
+def engine_of(rule: str | None, draft_sample_method: str = "greedy") -> Any:
+    speculative = SimpleNamespace(draft_sample_method=draft_sample_method)
+    config = {} if rule is None else {"cactus_hf": rule}
+    return SimpleNamespace(additional_config=config, speculative_config=speculative)
 
 
 def test_requests_that_are_refused():
     with pytest.raises(VLLMValidationError, match="cactus_delta: this engine runs no rule"):
         plugin.check_request(engine_of(None), SamplingParams(extra_args={"cactus_delta": 0.5}))
     plugin.check_request(engine_of(None), SamplingParams(extra_args={"other": 0.5}))
-    grammar = vllm.sampling_params.StructuredOutputsParams(regex="a+")
-    with pytest.raises(VLLMValidationError, match="structured outputs are not supported with Lenience"):
-        plugin.check_request(engine_of("lenience:0.5"), SamplingParams(structured_outputs=grammar))
-    plugin.check_request(engine_of("cactus:0.5"), SamplingParams(structured_outputs=grammar))
     plugin.check_request(engine_of("lenience:0.5"), vllm.PoolingParams())
+
+
+def test_grammars_and_rules():
+    """What vLLM takes back was drawn, so what is left is not the draft's law any more. One-hot drafts are exact."""
+
+    def ask(rule: str, drafts: str, **options: Any) -> None:
+        grammar = vllm.sampling_params.StructuredOutputsParams(regex="a+")
+        plugin.check_request(engine_of(rule, drafts), SamplingParams(structured_outputs=grammar, **options))
+
+    ask("cactus:0.5", "greedy")
+    ask("cactus:0.5", "probabilistic", extra_args={"cactus_delta": 0})
+    ask("lenience:0.5", "probabilistic", temperature=0)
+    for rule, drafts in (("lenience:0.5", "greedy"), ("cactus:0.5", "probabilistic")):
+        with pytest.raises(VLLMValidationError, match="structured outputs are not exact with"):
+            ask(rule, drafts)
 
 
 def test_without_a_rule_vllm_is_left_alone(models: Path):
