@@ -91,11 +91,9 @@ def _installing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _runner(vllm_config: Any) -> ModuleType:
     """What knows the engine's model runner, by its function `install`."""
-    if vllm_config.use_v2_model_runner:
-        from . import vllm_v2 as runner
-    else:
-        from . import vllm_v1 as runner
-    return runner
+    from . import vllm_v1, vllm_v2
+
+    return vllm_v2 if vllm_config.use_v2_model_runner else vllm_v1
 
 
 def asked_rule(vllm_config: Any) -> AcceptanceRule | None:

@@ -49,11 +49,6 @@ def test_the_rule_is_asked_for_by_option_or_environment(models: Path, monkeypatc
         ("cactus:-1", {}, "0 \\(lossless\\) or more"),
         (0.5, {}, "must name a rule"),
         ("cactus:1", {"speculative_config": None}, "nothing drafts"),
-        (
-            "cactus:1",
-            {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.5]},
-            "'synthetic'",
-        ),
     ],
 )
 def test_refused_before_an_engine_starts(models: Path, rule: Any, changes: dict[str, Any], message: str):
