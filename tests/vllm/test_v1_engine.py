@@ -128,8 +128,8 @@ def test_requests_with_random_parameters(models: Path):
         kinds.append(
             params(
                 None if delta is None else {"cactus_delta": delta}, max_tokens=chosen.randint(1, 100),
-                temperature=chosen.choice([0.0, 0.5, 1.0]), top_k=chosen.choice([0, 2, 5]),
-                seed=chosen.choice([None, 3]), top_p=chosen.choice([1.0, 0.9]),
+                temperature=chosen.choice([0.0, 0.5, 1.0]), top_k=chosen.choice([0, 0, 2, 5]),
+                seed=chosen.choice([None, 3]), top_p=chosen.choice([1.0, 1.0, 0.9]),
                 presence_penalty=chosen.choice([0.0, 0.0, 0.5]),
             )
         )  # fmt: skip
