@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -93,6 +94,13 @@ def check_backend(args: argparse.Namespace) -> None:
         )
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(f"--backend {VLLM} needs vLLM: pip install 'cactus_hf[vllm]' (see docs/serving.md).")
+    has_plugin = importlib.metadata.entry_points(group="vllm.general_plugins", name="cactus_hf")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if not has_plugin or (allowed is not None and "cactus_hf" not in allowed.split(",")):
+        raise ImportError(
+            f"--backend {VLLM} needs the plugin that an installed cactus_hf has: install the package (in a clone: pip "
+            "install -e .), and name cactus_hf in VLLM_PLUGINS if that is set."
+        )
 
 
 class Source(NamedTuple):
@@ -137,7 +145,6 @@ class Completion(NamedTuple):
     """What became of a prompt."""
 
     ids: list[int]
-    is_cut: bool  # ran into the limit of new tokens
     rounds: list[tuple[int, int]]  # tokens drafted and kept in each
 
 
@@ -226,7 +233,8 @@ class Vllm:
         """Drafts checked so far, and their summed ball KL."""
         if self.kind is None or self.kind.rule is None:
             return 0, 0.0
-        counts = self._llm.collective_rpc("cactus_statistics")[0]  # all workers of a target see the same rounds
+        # Of several workers, those of the last pipeline stage verify, and all of them the same rounds
+        counts = max(self._llm.collective_rpc("cactus_statistics"), key=lambda each: each["verified"])
         return counts["verified"], counts["verified"] * counts["ball_kl"]
 
     def close(self) -> None:
@@ -239,7 +247,7 @@ class Vllm:
 def _completion(output: Any) -> Completion:
     metrics = output.spec_decode_metrics
     rounds = zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True) if metrics is not None else ()
-    return Completion(list(output.token_ids), output.finish_reason == "length", list(rounds))
+    return Completion(list(output.token_ids), list(rounds))
 
 
 def version() -> str:
