@@ -94,13 +94,18 @@ def check_backend(args: argparse.Namespace) -> None:
         )
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(f"--backend {VLLM} needs vLLM: pip install 'cactus_hf[vllm]' (see docs/serving.md).")
-    has_plugin = importlib.metadata.entry_points(group="vllm.general_plugins", name="cactus_hf")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if not has_plugin or (allowed is not None and "cactus_hf" not in allowed.split(",")):
+    if not has_plugin():
         raise ImportError(
             f"--backend {VLLM} needs the plugin that an installed cactus_hf has: install the package (in a clone: pip "
             "install -e .), and name cactus_hf in VLLM_PLUGINS if that is set."
         )
+
+
+def has_plugin() -> bool:
+    """Whether vLLM loads the plugin: without it, what asks for a rule would ask nobody."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    is_there = bool(importlib.metadata.entry_points(group="vllm.general_plugins", name="cactus_hf"))
+    return is_there and (allowed is None or "cactus_hf" in allowed.split(","))
 
 
 class Source(NamedTuple):

@@ -67,7 +67,7 @@ def engines(monkeypatch) -> list[StandIn]:
     module.LLM, module.SamplingParams, module.__version__ = StandIn, dict, "0.0"
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr(StandIn, "engines", [])
-    monkeypatch.setattr(vllm_backend.importlib.metadata, "entry_points", lambda **group: [group])
+    monkeypatch.setattr(vllm_backend, "has_plugin", lambda: True)
     for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, "set by the user")
     return StandIn.engines
@@ -230,31 +230,18 @@ def test_what_vllm_cannot_follow_is_refused(engines, pair, command, asked, said,
 
 
 def test_a_plugin_that_vllm_does_not_load_is_named(engines, pair, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", "others")
+    monkeypatch.setattr(vllm_backend, "has_plugin", lambda: False)
     assert cli.main(["bench", *pair, "--backend", "vllm"]) == 2
-    monkeypatch.delenv("VLLM_PLUGINS")
-    monkeypatch.setattr(vllm_backend.importlib.metadata, "entry_points", lambda **group: [])
-    assert cli.main(["bench", *pair, "--backend", "vllm"]) == 2
-    assert capsys.readouterr().err.count("name cactus_hf in VLLM_PLUGINS") == 2 and not engines
+    assert "name cactus_hf in VLLM_PLUGINS" in capsys.readouterr().err and not engines
 
 
-def test_what_is_missing_is_named(pair, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(vllm_backend.importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["bench", *pair, "--backend", "vllm"]) == 2
-    assert "pip install 'cactus_hf[vllm]'" in capsys.readouterr().err
-    assert cli.main(["bench", "--backend", "vllm"]) == 2
-    assert "give --model and --assistant, or --pair" in capsys.readouterr().err
-    assert cli.main(["bench", "--vllm-options", "{}"]) == 2
-    assert "--vllm-options is for --backend vllm" in capsys.readouterr().err
-
-
-def test_the_precision_is_transformers_choice(pair_folder, monkeypatch) -> None:
-    args = SimpleNamespace(
-        pair=None, model=str(pair_folder / "target"), assistant=str(pair_folder / "draft"), dtype=None
-    )
-    assert vllm_backend.find_source(args).dtype == "float32"
-    args.dtype = "bfloat16"
-    assert vllm_backend.find_source(args).dtype == "bfloat16"
-    args.dtype = None
-    monkeypatch.setattr("cactus_hf.pairs.find_device", lambda: torch.device("cuda"))
-    assert vllm_backend.find_source(args).dtype == "float32", "as the checkpoint says"
+@pytest.mark.parametrize(("names", "allowed"), [([], None), (["cactus_hf"], "others"), (["cactus_hf"], "")])
+def test_plugins_that_vllm_loads(names, allowed, monkeypatch) -> None:
+    monkeypatch.setattr(vllm_backend.importlib.metadata, "entry_points", lambda group, name: names)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert vllm_backend.has_plugin() == bool(names)
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+        assert not vllm_backend.has_plugin()
+        monkeypatch.setenv("VLLM_PLUGINS", f"{allowed},cactus_hf")
+        assert vllm_backend.has_plugin()
