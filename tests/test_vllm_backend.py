@@ -245,3 +245,25 @@ def test_plugins_that_vllm_loads(names, allowed, monkeypatch) -> None:
         assert not vllm_backend.has_plugin()
         monkeypatch.setenv("VLLM_PLUGINS", f"{allowed},cactus_hf")
         assert vllm_backend.has_plugin()
+
+
+def test_what_is_missing_is_named(pair, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(vllm_backend.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", *pair, "--backend", "vllm"]) == 2
+    assert "pip install 'cactus_hf[vllm]'" in capsys.readouterr().err
+    assert cli.main(["bench", "--backend", "vllm"]) == 2
+    assert "give --model and --assistant, or --pair" in capsys.readouterr().err
+    assert cli.main(["bench", "--vllm-options", "{}"]) == 2
+    assert "--vllm-options is for --backend vllm" in capsys.readouterr().err
+
+
+def test_the_precision_is_transformers_choice(pair_folder, monkeypatch) -> None:
+    args = SimpleNamespace(
+        pair=None, model=str(pair_folder / "target"), assistant=str(pair_folder / "draft"), dtype=None
+    )
+    assert vllm_backend.find_source(args).dtype == "float32"
+    args.dtype = "bfloat16"
+    assert vllm_backend.find_source(args).dtype == "bfloat16"
+    args.dtype = None
+    monkeypatch.setattr("cactus_hf.pairs.find_device", lambda: torch.device("cuda"))
+    assert vllm_backend.find_source(args).dtype == "float32", "as the checkpoint says"
