@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -93,6 +94,18 @@ def check_backend(args: argparse.Namespace) -> None:
         )
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(f"--backend {VLLM} needs vLLM: pip install 'cactus_hf[vllm]' (see docs/serving.md).")
+    if not has_plugin():
+        raise ImportError(
+            f"--backend {VLLM} needs the plugin that an installed cactus_hf has: install the package (in a clone: pip "
+            "install -e .), and name cactus_hf in VLLM_PLUGINS if that is set."
+        )
+
+
+def has_plugin() -> bool:
+    """Whether vLLM loads the plugin: without it, what asks for a rule would ask nobody."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    is_there = bool(importlib.metadata.entry_points(group="vllm.general_plugins", name="cactus_hf"))
+    return is_there and (allowed is None or "cactus_hf" in allowed.split(","))
 
 
 class Source(NamedTuple):
@@ -137,7 +150,6 @@ class Completion(NamedTuple):
     """What became of a prompt."""
 
     ids: list[int]
-    is_cut: bool  # ran into the limit of new tokens
     rounds: list[tuple[int, int]]  # tokens drafted and kept in each
 
 
@@ -226,7 +238,8 @@ class Vllm:
         """Drafts checked so far, and their summed ball KL."""
         if self.kind is None or self.kind.rule is None:
             return 0, 0.0
-        counts = self._llm.collective_rpc("cactus_statistics")[0]  # all workers of a target see the same rounds
+        # Of several workers, those of the last pipeline stage verify, and all of them the same rounds
+        counts = max(self._llm.collective_rpc("cactus_statistics"), key=lambda each: each["verified"])
         return counts["verified"], counts["verified"] * counts["ball_kl"]
 
     def close(self) -> None:
@@ -239,7 +252,7 @@ class Vllm:
 def _completion(output: Any) -> Completion:
     metrics = output.spec_decode_metrics
     rounds = zip(metrics.per_step_drafted, metrics.per_step_accepted, strict=True) if metrics is not None else ()
-    return Completion(list(output.token_ids), output.finish_reason == "length", list(rounds))
+    return Completion(list(output.token_ids), list(rounds))
 
 
 def version() -> str:

@@ -55,7 +55,7 @@ class StandIn:
                 drafted = [self.options["speculative_config"]["num_speculative_tokens"]] * (num // 2)
                 self.checked += 2 * len(drafted)
                 metrics = SimpleNamespace(per_step_drafted=drafted, per_step_accepted=[1] * len(drafted))
-            output = SimpleNamespace(token_ids=[70] * num, finish_reason="length", spec_decode_metrics=metrics)
+            output = SimpleNamespace(token_ids=[70] * num, spec_decode_metrics=metrics)
             outputs.append(SimpleNamespace(outputs=[output]))
         return outputs
 
@@ -67,6 +67,7 @@ def engines(monkeypatch) -> list[StandIn]:
     module.LLM, module.SamplingParams, module.__version__ = StandIn, dict, "0.0"
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr(StandIn, "engines", [])
+    monkeypatch.setattr(vllm_backend, "has_plugin", lambda: True)
     for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, "set by the user")
     return StandIn.engines
@@ -226,6 +227,24 @@ def test_what_vllm_cannot_follow_is_refused(engines, pair, command, asked, said,
     except SystemExit as error:
         assert error.code == 2
     assert said in " ".join(capsys.readouterr().err.split()) and not engines
+
+
+def test_a_plugin_that_vllm_does_not_load_is_named(engines, pair, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(vllm_backend, "has_plugin", lambda: False)
+    assert cli.main(["bench", *pair, "--backend", "vllm"]) == 2
+    assert "name cactus_hf in VLLM_PLUGINS" in capsys.readouterr().err and not engines
+
+
+@pytest.mark.parametrize(("names", "allowed"), [([], None), (["cactus_hf"], "others"), (["cactus_hf"], "")])
+def test_plugins_that_vllm_loads(names, allowed, monkeypatch) -> None:
+    monkeypatch.setattr(vllm_backend.importlib.metadata, "entry_points", lambda group, name: names)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert vllm_backend.has_plugin() == bool(names)
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+        assert not vllm_backend.has_plugin()
+        monkeypatch.setenv("VLLM_PLUGINS", f"{allowed},cactus_hf")
+        assert vllm_backend.has_plugin()
 
 
 def test_what_is_missing_is_named(pair, monkeypatch, capsys) -> None:

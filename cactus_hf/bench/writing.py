@@ -42,7 +42,7 @@ LEGEND = {
     "m": "drafts a round.",
     "tok/s": "tokens a second, all rows together, prompts included: median of the turns.",
     "+-": "fastest less slowest turn, in per cent of it.",
-    "x": "times plain decoding (of the same backend).",
+    "x": "times plain decoding.",
     "t/r": "tokens a round and row.",
     "AL": "drafts kept a round.",
     "acc": "kept share of the drafts checked.",

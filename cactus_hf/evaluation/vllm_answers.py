@@ -59,7 +59,7 @@ class VllmEvaluation:
                     text=scored(self.tokenizer, ids, question.stops, self.think_end),
                     prompt_tokens=len(prompt),
                     new_tokens=len(ids),
-                    is_cut=completion.is_cut,
+                    is_cut=len(ids) == self.sampling["max_tokens"],
                     seconds=round(seconds / len(questions), 4),
                     batch_rows=len(questions),
                     speculation=None if method.is_plain else _row(completion, len(ids), method.num_drafts, ball_kl),
