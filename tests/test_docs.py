@@ -39,6 +39,7 @@ NOT_RUN = {
     ("docs/evaluation.md", "accelerate launch"): "several processes; tests/test_ranks.py has the command",
     ("docs/guide.md", "pip install"): "installs; tests/test_demo.py runs the demo",
     ("docs/integrations.md", "curl localhost"): "asks a server; tests/test_serving.py sends what it sends",
+    ("docs/serving.md", "test_bench_of_both_engines"): "needs vLLM; it runs such tests",
     ("docs/serving.md", "pip install"): "installs; tests/vllm/make_venv.sh makes such an environment",
     ("docs/multiple_processes.md", "torchrun"): "several processes; tests/test_ranks.py runs the file",
     ("docs/multiple_processes.md", "gather_object"): "several processes; tests/test_ranks.py runs the file",
