@@ -152,18 +152,19 @@ def test_a_row_of_delta_0_has_the_tokens_that_it_has_without_the_plugin():
     assert not torch.equal(stock[100:300], ours[100:300])
 
 
-def test_seeded_rows_repeat_whatever_their_neighbours():
+@pytest.mark.parametrize("rule", [Cactus(0.5), Lenience(0.5)], ids=repr)
+def test_seeded_rows_repeat_whatever_their_neighbours(rule: Any):
     target, draft = laws(4)
-    for rule in (Cactus(0.5), Lenience(0.5)):
-        results = []
-        for neighbours in (3, 40):
-            torch.manual_seed(neighbours)
-            drafts = drawn(draft, neighbours + 1)
-            drafts[-1] = torch.tensor([1, 2])
-            generators = {neighbours: torch.Generator().manual_seed(5)}
-            rules = dict.fromkeys(range(neighbours + 1), rule)
-            results.append(call(rules, [2] * (neighbours + 1), drafts, target, draft, generators=generators)[0][-1])
-        assert torch.equal(*results)
+    seeded = drawn(draft, 40)
+    results = []
+    for neighbours in (3, 40):
+        torch.manual_seed(neighbours)
+        drafts = torch.cat([drawn(draft, neighbours), seeded])
+        generators = {neighbours + place: torch.Generator().manual_seed(place) for place in range(40)}
+        rules = dict.fromkeys(range(len(drafts)), rule)
+        tokens, _ = call(rules, [2] * len(drafts), drafts, target, draft, generators=generators)
+        results.append(tokens[neighbours:])
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("draft_kind", ["drawn", "looked up"])
