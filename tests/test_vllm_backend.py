@@ -100,7 +100,8 @@ def test_bench_of_vllm(engines, pair, pair_folder, tmp_path) -> None:
     assert rules == [None, None, {"cactus_hf": "cactus:0"}, {"cactus_hf": "mixture:0.5"}]
     for engine in engines:
         assert engine.options["model"] == str(pair_folder / "target") and engine.options["dtype"] == "float32"
-        assert engine.options["enforce_eager"] and not engine.is_running
+        assert engine.options["enforce_eager"] and not engine.options["enable_prefix_caching"]
+        assert not engine.is_running
     assert [("speculative_config" in engine.options) for engine in engines] == [False, True, True, True]
     assert engines[1].options["speculative_config"]["model"] == str(pair_folder / "draft")
     _, last = engines[2].requests[-1]
