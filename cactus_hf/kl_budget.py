@@ -224,12 +224,13 @@ def _largest(divergence: Divergence, budget: Tensor) -> Found:
         best = Found(*(torch.where(is_within, new, old) for new, old in zip((delta, kl, tv), best, strict=True)))
         low, high = torch.where(kl <= limit, place, low), torch.where(kl <= limit, high, place)
         error = (kl / limit).log2()
-        slope = (error - last_error) / (place - last_place)
-        slope = torch.where(slope > 0.01, slope, 1.0)  # at first none is known
-        aim = place - error / slope if step % 4 < 3 else (low + high) / 2
-        last_place, last_error = place, error
         middle = (low + high) / 2
-        place = torch.where(aim.isfinite(), aim, middle)
+        slope = (error - last_error) / (place - last_place)
+        slope = torch.where(slope > 0.01, slope, torch.nan if step else 1.0)  # at first none is known
+        aim = place - error / slope
+        last_place, last_error = place, error
+        is_secant = aim.isfinite() & (step % 4 < 3)  # it has no end where the divergence has come to its largest
+        place = torch.where(is_secant, aim, middle)
         place = torch.minimum(torch.maximum(place, low + CLOSE), high - CLOSE)
         place = torch.where(high - low > 2 * CLOSE, place, middle)
     return best

@@ -57,8 +57,8 @@ def check_mode(config: hf.GenerationConfig, mode: str, has_draft: bool, is_custo
             )
     if (config.num_beams or 1) > 1:
         raise ValueError(
-            f"{KEYWORDS} verify sampled or greedy drafts; `num_beams={config.num_beams}` is neither: leave it "
-            "out, or leave them out."
+            f"{KEYWORDS} verify sampled or greedy drafts; `num_beams={config.num_beams}` is neither. Leave it out, "
+            "or leave these out."
         )
     options = ("use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit")
     values = {name: getattr(config, name, None) for name in options}

@@ -48,6 +48,16 @@ def test_by_enumeration_no_budget_is_exceeded_and_hardly_any_is_left(budget: flo
             assert enumerated(target, draft, delta * 1.01)[0] > budget
 
 
+def test_budgets_just_below_what_any_delta_spends() -> None:
+    """Where the divergence does not grow any more, it says nothing of where it began to."""
+    target = torch.tensor([[0.6331, 0.3669], [0.0001, 0.9999], [0.5, 0.5]], dtype=torch.float64)
+    draft = torch.tensor([[0.0, 1.0], [0.3, 0.7], [0.9, 0.1]], dtype=torch.float64)
+    most = find_deltas(target, draft, Cactus(kl_budget=torch.inf)).kl
+    for share in (0.9, 0.99, 0.999):
+        found = find_deltas(target, draft, Cactus(kl_budget=most * share))
+        assert (found.kl <= most * share).all() and (found.kl > 0.99 * most * share).all()
+
+
 @pytest.mark.parametrize(("divergence", "solver"), (("kl", "exact"), ("tv", "exact"), ("neyman", "exact")))
 def test_other_ways_to_raise_a_token(divergence: str, solver: str) -> None:
     """The budget is of the emitted law's KL whatever the divergence that delta bounds."""
