@@ -17,7 +17,7 @@ import torch
 import cactus_hf
 import tiny
 from cactus_hf import cli, vllm_backend
-from cactus_hf.evaluation import vllm_answers
+from cactus_hf.evaluation import running, vllm_answers
 from cactus_hf.evaluation.methods import Method
 from cactus_hf.measuring import Counts
 from cactus_hf.vllm_backend import Engine, until_end
@@ -199,8 +199,8 @@ def test_engines_of_methods() -> None:
 def test_an_answer_ends_with_its_stop() -> None:
     tokenizer = tiny.byte_tokenizer()
     ids = tokenizer("abQ:cd", add_special_tokens=False)["input_ids"]
-    assert vllm_answers.up_to_stop(tokenizer, ids, ("Q:", "x")) == ids[:4]
-    assert vllm_answers.up_to_stop(tokenizer, ids, ("y",)) == ids == vllm_answers.up_to_stop(tokenizer, ids, ())
+    assert running.up_to_stop(tokenizer, ids, ("Q:", "x")) == ids[:4]
+    assert running.up_to_stop(tokenizer, ids, ("y",)) == ids == running.up_to_stop(tokenizer, ids, ())
 
 
 @pytest.mark.parametrize(

@@ -95,14 +95,8 @@ class Evaluation:
         for ids in new.tolist():
             while len(ids) > 1 and ids[-1] == pad and (pad not in ends or ids[-2] in ends):
                 ids.pop()
-            if ids[-1] == pad and self._has_stop(ids[:-1], stops):
-                ids.pop()
-            lengths.append(len(ids))
+            lengths.append(len(up_to_stop(self.tokenizer, ids, stops)))
         return lengths
-
-    def _has_stop(self, ids: list[int], stops: Sequence[str]) -> bool:
-        text = self.tokenizer.decode(ids) if stops else ""
-        return any(stop in text for stop in stops)
 
     def _ends(self) -> list[int]:
         ends = self.target.generation_config.eos_token_id
@@ -112,6 +106,18 @@ class Evaluation:
 def seed_of(seed: int, question: Question) -> int:
     """The seed of an answer, so that it does not depend on the batch."""
     return seed * 1_000_003 + question.index
+
+
+def up_to_stop(tokenizer: Any, ids: list[int], stops: Sequence[str]) -> list[int]:
+    """Without the tokens behind the one that completes a stop."""
+
+    def has_stop(ids: list[int]) -> bool:
+        text = tokenizer.decode(ids)  # a stop may be a special token
+        return any(stop in text for stop in stops)
+
+    while stops and len(ids) > 1 and has_stop(ids[:-1]):
+        ids = ids[:-1]
+    return ids
 
 
 def scored(tokenizer: Any, ids: Sequence[int], stops: Sequence[str], think_end: str) -> str:

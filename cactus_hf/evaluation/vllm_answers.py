@@ -10,7 +10,7 @@ from ..measuring import Counts
 from ..vllm_backend import DELTAS, Completion, Engine, Vllm, until_end
 from .methods import Method
 from .records import Answer
-from .running import scored, seed_of
+from .running import scored, seed_of, up_to_stop
 from .tasks import Question
 
 
@@ -49,6 +49,7 @@ class VllmEvaluation:
         completions, seconds, ball_kl = self.vllm.decode(prompts, sampling)
         answers = []
         for question, prompt, completion in zip(questions, prompts, completions, strict=True):
+            # vLLM looks for stops when a round is done
             ids = up_to_stop(self.tokenizer, completion.ids, question.stops)
             answers.append(
                 Answer(
@@ -83,18 +84,6 @@ def _delta(method: Method) -> dict[str, Any]:
     if name not in ("sps", "cactus"):
         return {}
     return {"extra_args": {"cactus_delta": float(value or 0)}}
-
-
-def up_to_stop(tokenizer: Any, ids: list[int], stops: Sequence[str]) -> list[int]:
-    """Without the tokens behind the one that completes a stop: vLLM looks for stops when a round is done."""
-
-    def has_stop(ids: list[int]) -> bool:
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        return any(stop in text for stop in stops)
-
-    while len(ids) > 1 and has_stop(ids[:-1]):
-        ids = ids[:-1]
-    return ids
 
 
 def _row(completion: Completion, num_tokens: int, num_drafts: int | None, ball_kl: float) -> dict[str, Any]:

@@ -8,7 +8,8 @@ exact lossless verification is Cactus, and keeps its own kernels and seeds. Rule
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,51 @@ def cactus_rows(
             rule = Cactus(kl_budget=parameter) if is_budget else Cactus(parameter)
             found.append(Rows(to_device(torch.tensor(index), device), move_rule(rule, device)))
     return found
+
+
+def other_rules(rules: Mapping[int, AcceptanceRule], num_drafts: Sequence[int]) -> dict[AcceptanceRule, list[int]]:
+    """The places of the requests with drafts under each rule that is no change of logits."""
+    places: dict[AcceptanceRule, list[int]] = {}
+    for at, rule in rules.items():
+        if not isinstance(rule, Cactus) and num_drafts[at] > 0:
+            places.setdefault(rule, []).append(at)
+    return places
+
+
+@contextmanager
+def raised(
+    logits: Tensor,
+    rows_of_rules: Sequence[Rows],
+    tokens_at: Callable[[Tensor], Tensor],
+    draft_logits_at: Callable[[Tensor], Tensor | None],
+) -> Iterator[Tensor]:
+    """
+    Has drafted tokens' logits raised meanwhile; engines take log-probabilities of them later, which are the target's.
+
+    Args:
+        logits (`Tensor` of shape `[N, V]`, float32 or float64):
+            The target's, after temperature and all processors.
+        rows_of_rules (`list[Rows]`):
+            Of [`cactus_rows`].
+        tokens_at, draft_logits_at (`Callable`):
+            From rows `[n]`, the tokens drafted there and the logits of their laws, as [`raise_logits`] takes them.
+
+    Yields:
+        `Tensor` of shape `[N]`, float64: KL(h || q) in nats, 0 where nothing is raised.
+    """
+    ball_kl = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
+    before = []
+    for rows in rows_of_rules:
+        tokens = tokens_at(rows.at)
+        found = raise_logits(logits, rows, tokens, draft_logits_at(rows.at) if rows.has_budget else None)
+        at = rows.at, tokens.clamp(min=0)
+        before.append((at, logits[at]))
+        logits[at], ball_kl[rows.at] = found
+    try:
+        yield ball_kl
+    finally:
+        for at, values in before:
+            logits[at] = values
 
 
 def raise_logits(logits: Tensor, rows: Rows, tokens: Tensor, draft_logits: Tensor | None) -> Raised:

@@ -213,6 +213,15 @@ def request_rule(params: Any, default: AcceptanceRule) -> AcceptanceRule:
     return default
 
 
+def own_rule(params: Any, default: AcceptanceRule) -> AcceptanceRule | None:
+    """The rule of a request; `None` where vLLM's own code has its law.
+
+    Greedy requests match the target's most likely token, whatever the rule.
+    """
+    rule = request_rule(params, default)
+    return None if is_lossless(rule) or params.temperature == 0 else rule
+
+
 def _asked_of(params: Any) -> dict[str, Any]:
     extra_args = params.extra_args or {}
     return {name: value for name, value in extra_args.items() if name.startswith("cactus_")}

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from vllm import SamplingParams
-from vllm.sampling_params import SamplingType
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from ..acceptance import AcceptanceRule, Cactus
+from ..acceptance import AcceptanceRule
 from ..parameters import to_device
 from ..verification import num_leading, verify_block
-from .flat_rows import cactus_rows, raise_logits
-from .vllm import Statistics, is_lossless, request_rule
+from .flat_rows import cactus_rows, other_rules, raised
+from .vllm import Statistics, own_rule
 
 
 TAKEN_BACK = -1  # vLLM's token id for a draft that is to be rejected
@@ -67,9 +66,7 @@ class RowRules(LogitsProcessor):
         process_dict_updates(self.rules, batch_update, self._new_rule)
 
     def _new_rule(self, params: SamplingParams, *_: Any) -> AcceptanceRule | None:
-        rule = request_rule(params, self.default)
-        # Greedy rows match the target's most likely token, whatever the rule
-        return None if is_lossless(rule) or params.sampling_type == SamplingType.GREEDY else rule
+        return own_rule(params, self.default)
 
 
 class Block(NamedTuple):
@@ -83,6 +80,14 @@ class Block(NamedTuple):
     target_logits: Tensor  # [N, V] float32, behind temperature, top-k and top-p
     bonus_token_ids: Tensor  # [B, 1]
     sampling_metadata: Any
+
+    def tokens_at(self, index: Tensor) -> Tensor:
+        """The drafts at some rows, of the shape of `index`."""
+        return self.draft_token_ids[index].long()
+
+    def draft_logits_at(self, index: Tensor) -> Tensor | None:
+        """Logits of the laws that they were drawn from, of the shape of `index` and V."""
+        return None if self.draft_probs is None else self.draft_probs[index].log()
 
     @property
     def starts(self) -> list[int]:
@@ -109,35 +114,16 @@ def _following_rules(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(*args, **options)
         if row_rules.are_drawn and block.draft_probs is None:
             block = block.without_drawn_drafts()
-        logits, rules, starts = block.target_logits, row_rules.rules, block.starts
-        ball_kl = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
-        before = []
-        for rows in cactus_rows(rules, starts, block.num_draft_tokens, logits.device):
-            drafted = block.draft_token_ids[rows.at].long()
-            draft_probs = block.draft_probs if rows.has_budget else None
-            draft_logits = None if draft_probs is None else draft_probs[rows.at].log()
-            raised = raise_logits(logits, rows, drafted, draft_logits)
-            at = rows.at, drafted.clamp(min=0)
-            before.append((at, logits[at]))
-            logits[at], ball_kl[rows.at] = raised
-        tokens = original(*block, **options)
-        for at, values in before:  # vLLM takes log-probabilities of them, which are the target's
-            logits[at] = values
-        for rule, places in _other_rules(rules, block).items():
+        logits, rules = block.target_logits, row_rules.rules
+        rows = cactus_rows(rules, block.starts, block.num_draft_tokens, logits.device)
+        with raised(logits, rows, block.tokens_at, block.draft_logits_at) as ball_kl:
+            tokens = original(*block, **options)
+        for rule, places in other_rules(rules, block.num_draft_tokens).items():
             _write_verified(rule, places, block, tokens)
         row_rules.statistics.add(block.num_draft_tokens, (tokens >= 0).sum(1) - 1, ball_kl)
         return tokens
 
     return rejection_sample
-
-
-def _other_rules(rules: dict[int, AcceptanceRule], block: Block) -> dict[AcceptanceRule, list[int]]:
-    """The rows with drafts under each rule that is no change of logits."""
-    rows: dict[AcceptanceRule, list[int]] = {}
-    for row, rule in rules.items():
-        if not isinstance(rule, Cactus) and block.num_draft_tokens[row] > 0:
-            rows.setdefault(rule, []).append(row)
-    return rows
 
 
 def _write_verified(rule: AcceptanceRule, rows: list[int], block: Block, tokens: Tensor) -> None:
@@ -151,7 +137,7 @@ def _write_verified(rule: AcceptanceRule, rows: list[int], block: Block, tokens:
     position = torch.arange(width, device=device)
     index = start[:, None] + position.clamp(max=width - 2)
     index.clamp_(max=len(block.draft_token_ids) - 1)  # what is beyond a row's drafts is not used
-    drafted = block.draft_token_ids[index[:, :-1]].long()
+    drafted = block.tokens_at(index[:, :-1])
     num_real = num_leading((position[:-1] < length[:, None]) & (drafted >= 0))
     generators = block.sampling_metadata.generators
     uniforms = generate_uniform_probs(
@@ -160,7 +146,7 @@ def _write_verified(rule: AcceptanceRule, rows: list[int], block: Block, tokens:
         {place: generators[i] for place, i in enumerate(rows) if i in generators},
         device,
     ).view(len(rows), width)
-    draft_logits = None if block.draft_probs is None else block.draft_probs[index[:, :-1]].log()
+    draft_logits = block.draft_logits_at(index[:, :-1])
     result = verify_block(block.target_logits[index], drafted, draft_logits, rule, num_real, uniforms)
     bonus = block.bonus_token_ids[row, 0].long()
     last = torch.where(result.num_accepted == length, bonus, result.next_token)

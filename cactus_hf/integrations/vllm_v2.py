@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..acceptance import AcceptanceRule, Cactus
+from ..acceptance import AcceptanceRule
 from ..parameters import to_device
 from ..randomness import SeededUniforms
 from ..verification import num_leading, verify_block
-from .flat_rows import cactus_rows, raise_logits
-from .vllm import Statistics, is_lossless, request_rule
+from .flat_rows import cactus_rows, other_rules, raised
+from .vllm import Statistics, own_rule
 
 
 def install(model_runner: Any, rule: AcceptanceRule, statistics: Statistics) -> None:
@@ -79,9 +79,8 @@ class SlotRules:
         self.rules: dict[int, AcceptanceRule] = {}
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        rule = request_rule(sampling_params, self.default)
-        # Greedy requests match the target's most likely token, whatever the rule
-        if is_lossless(rule) or sampling_params.temperature == 0:
+        rule = own_rule(sampling_params, self.default)
+        if rule is None:
             self.rules.pop(req_idx, None)
         else:
             self.rules[req_idx] = rule
@@ -146,7 +145,11 @@ class Batch(NamedTuple):
         sizes = [self.target_logits.shape[1]]
         return min(sizes if self.draft_logits is None else [*sizes, self.draft_logits.shape[2]])
 
-    def laws_of_drafts(self, index: Tensor) -> Tensor | None:
+    def tokens_at(self, index: Tensor) -> Tensor:
+        """The drafts that some rows verify, of the shape of `index`."""
+        return self.draft_sampled[index + 1].long()
+
+    def draft_logits_at(self, index: Tensor) -> Tensor | None:
         """Logits of the laws that the drafts of some rows were drawn from, of the shape of `index` and V."""
         if self.draft_logits is None:
             return None
@@ -171,20 +174,11 @@ def _following_rules(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable
         if rules:
             # Of its own where it may be the model's bfloat16, in which a logit cannot be raised by just so much
             batch = batch._replace(target_logits=target_logits.float())
-        ball_kl = torch.zeros(len(target_logits), dtype=torch.float64, device=device)
+        rows = cactus_rows(rules, starts, num_drafts, device)
         logits = batch.target_logits[:, : batch.vocab_size]
-        before = []
-        for rows in cactus_rows(rules, starts, num_drafts, device):
-            tokens = batch.draft_sampled[rows.at + 1].long()
-            draft_logits = batch.laws_of_drafts(rows.at) if rows.has_budget else None
-            raised = raise_logits(logits, rows, tokens, draft_logits)
-            at = rows.at, tokens.clamp(min=0)
-            before.append((at, logits[at]))
-            logits[at], ball_kl[rows.at] = raised
-        sampled, num_sampled = original(batch.target_logits, *args, **options)
-        for at, values in before:  # vLLM takes log-probabilities of them, which are the target's
-            logits[at] = values
-        for rule, requests in _other_rules(rules, num_drafts).items():
+        with raised(logits, rows, batch.tokens_at, batch.draft_logits_at) as ball_kl:
+            sampled, num_sampled = original(batch.target_logits, *args, **options)
+        for rule, requests in other_rules(rules, num_drafts).items():
             _write_verified(rule, requests, batch, serving.seeds, sampled, num_sampled)
         is_draft = [i for start, number in zip(starts, num_drafts, strict=False) for i in range(start, start + number)]
         serving.rules.statistics.add(
@@ -193,15 +187,6 @@ def _following_rules(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable
         return sampled, num_sampled
 
     return rejection_sample
-
-
-def _other_rules(rules: dict[int, AcceptanceRule], num_drafts: list[int]) -> dict[AcceptanceRule, list[int]]:
-    """The requests with drafts under each rule that is no change of logits."""
-    requests: dict[AcceptanceRule, list[int]] = {}
-    for at, rule in rules.items():
-        if not isinstance(rule, Cactus) and num_drafts[at] > 0:
-            requests.setdefault(rule, []).append(at)
-    return requests
 
 
 def _write_verified(
@@ -219,7 +204,7 @@ def _write_verified(
     result = verify_block(
         batch.target_logits[index, : batch.vocab_size],
         drafted,
-        batch.laws_of_drafts(index[:, :-1]),
+        batch.draft_logits_at(index[:, :-1]),
         rule,
         lengths,
         uniforms[:, num_drafts:],
