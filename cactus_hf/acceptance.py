@@ -241,4 +241,4 @@ def _scaled(probs: Tensor, scale: Tensor | float) -> Tensor:
 
 def keep_at_most(law_prob: Tensor, draft_prob: Tensor) -> Tensor:
     """min(1, h_n / p_n): exactly 1 where h_n >= p_n, and 0 where h_n = 0, even if p_n is 0 as well."""
-    return torch.where(law_prob >= draft_prob, (law_prob > 0).to(law_prob.dtype), law_prob / draft_prob)
+    return (law_prob / draft_prob).nan_to_num_(nan=0.0).clamp_(max=1)

@@ -131,7 +131,7 @@ def _expanded(prob: Tensor, delta: float | Tensor) -> Tensor:
     """q + sqrt(delta q (1 - q)), the root of Pearson's chi2."""
     variance = prob * (1 - prob)
     # At q = 0 and q = 1 there is no bonus, whatever delta: the formula would give inf * 0 at delta inf.
-    return prob + torch.where(variance > 0, (delta * variance).sqrt(), 0.0)
+    return prob + (delta * variance).sqrt().nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 def _searched(kind: Divergence, prob: Tensor, delta: Tensor) -> Tensor:

@@ -26,6 +26,11 @@ class Normaliser(NamedTuple):
     peak: Tensor  # [B, T] float64; finite just where the row is a law, as NaN and +inf come through
     total: Tensor  # [B, T] float64
 
+    @property
+    def is_law(self) -> Tensor:
+        """Bool [B, T]."""
+        return self.peak.abs() < torch.inf
+
     def probability(self, logits: Tensor) -> Tensor:
         """Of one logit [B, T] a row, in float64: they are few, and float32 would round small ones to 0."""
         return (logits.double() - self.peak).exp_().div_(self.total)
@@ -67,7 +72,7 @@ def row_probs(logits: Tensor, normaliser: Normaliser, at: Tensor) -> Tensor:
     """Probabilities [B, V] of the row at position `at` [B] of each sequence, in float32 or float64."""
     batch = torch.arange(len(at), device=at.device)
     row = widened(logits[batch, at])
-    peak, total = (field[batch, at].unsqueeze(-1).to(row.dtype) for field in normaliser)
+    peak, total = (field.gather(1, at.unsqueeze(1)).to(row.dtype) for field in normaliser)
     return row.sub_(peak).exp_().div_(total)  # in place, as the indexing made a copy
 
 

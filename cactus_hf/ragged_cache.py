@@ -99,7 +99,7 @@ class RaggedLayer(CacheLayerMixin):
             states = _enlarged(states, max(slots.width, int(GROWTH * states.shape[2])))
             setattr(self, name, states)
         _write(states, new, slots)
-        return states[:, :, : slots.width]
+        return states.narrow(2, 0, slots.width)
 
     @property
     def states(self) -> list[Tensor]:
@@ -255,7 +255,7 @@ def _is_supported(layer: object) -> bool:
 
 def _write(states: Tensor, new: Tensor, slots: Slots) -> None:
     if slots.rows is None:  # all rows alike: a plain slice is several times cheaper than a scatter
-        states[:, :, slots.lowest : slots.width] = new
+        states.narrow(2, slots.lowest, slots.num_tokens).copy_(new)
         return
     # Under autocast a cache of transformers 5.17 holds values in float32 that the model writes in half precision
     places = slots.rows.to(states.device), slice(None), slots.positions.to(states.device)

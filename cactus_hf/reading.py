@@ -115,11 +115,13 @@ class Reader:
                 return self._read_again(sequences, length)
         # Rows that need fewer ids than others see some again, which rewrites the same states. A row that is too short
         # for that reads on behind its end, where the drafts will overwrite what it leaves.
-        first = torch.minimum(torch.minimum(met, self.end), length - 1)
-        unseen = int((length - first).max())
-        first = torch.maximum(length - unseen, self.start)
+        unseen = max(1, int((length - torch.minimum(met, self.end)).max()))
+        wanted = length - unseen
+        first = torch.maximum(wanted, self.start)
         logits = self._score(self.text.read(sequences, first, unseen), self._slots(first))
         self.end = length
+        if first.equal(wanted):
+            return logits[:, -1]
         last = (length - 1 - first).to(logits.device)
         return logits[torch.arange(len(last), device=last.device), last]
 

@@ -35,10 +35,12 @@ class Sequences:
         """Go on with the rows `rows` [B] (on the CPU) of the R."""
         self.rows = rows  # [B] of R, on the CPU
         self.row_index = rows.to(self.tokens.device)  # the same on the device
+        self.only_row = int(rows[0]) if len(rows) == 1 else None
         self._refresh()
 
     def _refresh(self) -> None:
         self.active_length = self.length[self.rows]  # [B] on the CPU
+        self.next_slot = self.active_length - self.padding[self.rows]  # [B] on the CPU
         self.column = self.active_length.to(self.tokens.device)  # [B], next column to commit
         self.longest = int(self.active_length.max())
 
@@ -53,8 +55,7 @@ class Sequences:
 
     def slots(self, offset: int = 0) -> Tensor:
         """[B] on the CPU: position of the column `offset` behind the last committed one."""
-        slots = self.active_length - self.padding[self.rows]
-        return slots + offset if offset else slots
+        return self.next_slot + offset if offset else self.next_slot
 
     def position(self) -> Tensor:
         """[B] on the device: position of the next token."""
@@ -62,14 +63,14 @@ class Sequences:
 
     def read(self, offset: int, count: int) -> Tensor:
         """[B, count]: the columns from `offset` behind the next one; offset -1 is the last committed token."""
-        if len(self.rows) == 1:
-            return self.tokens[self._of_only_row(offset, count)]
+        if self.only_row is not None:
+            return self.tokens[self._of_only_row(self.only_row, offset, count)]
         columns = self.column[:, None] + torch.arange(offset, offset + count, device=self.column.device)
         return self.tokens[self.row_index[:, None], columns]
 
-    def _of_only_row(self, offset: int, count: int) -> tuple[slice, slice]:
+    def _of_only_row(self, row: int, offset: int, count: int) -> tuple[slice, slice]:
         """Where `read` and `write` find a single active row; slices are several times cheaper than indices."""
-        row, column = int(self.rows[0]), self.longest + offset
+        column = self.longest + offset
         return slice(row, row + 1), slice(column, column + count)
 
     def only_text(self) -> Tensor:
@@ -79,6 +80,10 @@ class Sequences:
 
     def read_at(self, first: Tensor, count: int) -> Tensor:
         """[B, count]: the tokens from position `first` [B] (on the CPU) on, with any tokens outside a row's text."""
+        if self.only_row is not None:
+            offset = int(first[0] - self.next_slot[0])
+            if 0 <= self.longest + offset <= self.tokens.shape[1] - count:
+                return self.read(offset, count)
         columns = (first + self.padding[self.rows])[:, None] + torch.arange(count)
         columns = columns.clamp(0, self.tokens.shape[1] - 1).to(self.tokens.device)
         return self.tokens[self.row_index[:, None], columns]
@@ -92,8 +97,8 @@ class Sequences:
     def write(self, offset: int, tokens: Tensor) -> None:
         """Put `tokens` [B, count] `offset` columns behind the next one, uncommitted."""
         self._reserve(self.longest + offset + tokens.shape[1])
-        if len(self.rows) == 1:
-            self.tokens[self._of_only_row(offset, tokens.shape[1])] = tokens
+        if self.only_row is not None:
+            self.tokens[self._of_only_row(self.only_row, offset, tokens.shape[1])] = tokens
             return
         columns = self.column[:, None] + torch.arange(offset, offset + tokens.shape[1], device=self.column.device)
         self.tokens[self.row_index[:, None], columns] = tokens
@@ -108,8 +113,8 @@ class Sequences:
 
     def commit(self, block: Tensor, count: Tensor) -> None:
         """Keep the first `count` [B] of the tokens `block` [B, T] (both on the CPU) that were written at offset 0."""
-        if len(self.rows) == 1:
-            self.text[self._of_only_row(0, block.shape[1])] = block
+        if self.only_row is not None:
+            self.text[self._of_only_row(self.only_row, 0, block.shape[1])] = block
         else:
             self.text[self.rows[:, None], self.active_length[:, None] + torch.arange(block.shape[1])] = block
         self.length[self.rows] = self.active_length + count

@@ -141,7 +141,7 @@ def verify_block(
         draft, lengths, draft_prob = None, draft_lengths, torch.ones_like(target_prob)
     else:
         draft = draft_normaliser or normalise(draft_logits)
-        lengths = num_leading(is_drafted & draft.peak.isfinite())
+        lengths = num_leading(is_drafted & draft.is_law)
         draft_prob = draft.probability(token_logits(draft_logits, tokens))
     entropy, rank = _entropy_and_rank(rule.needs, target_logits[:, :num_drafted], tokens)
     from_rows = _from_rows(rule, target_logits, draft_logits, tokens)
@@ -151,7 +151,8 @@ def verify_block(
     drafted = drafted._replace(delta=found and found.delta)
     drafted = drafted._replace(raised_prob=rule.raised_prob(drafted))
 
-    is_kept = up_to_last.peak.isfinite() & (tests < rule.accept(drafted))
+    is_law = target.is_law
+    is_kept = is_law[:, :num_drafted] & (tests < rule.accept(drafted))
     num_accepted = torch.minimum(num_leading(is_kept), lengths)
     is_rejected = num_accepted < lengths
     num_verified = num_accepted + is_rejected
@@ -163,16 +164,15 @@ def verify_block(
         weights = replacement(weights, tokens, draft_logits, draft, rule, drafted, at, is_rejected)
     next_token = draw(weights, uniforms[:, num_drafted])
 
-    is_lossless = tests * draft_prob < target_prob  # u < q/p
     is_verified = position < num_verified.unsqueeze(1)
     return Verification(
         num_accepted=num_accepted,
         next_token=next_token,
-        is_boosted=(position < num_accepted.unsqueeze(1)) & ~is_lossless,
+        is_boosted=(position < num_accepted.unsqueeze(1)) & (tests * draft_prob >= target_prob),  # u >= q/p
         ball_kl=_ball_kl(drafted).where(is_verified, 0.0),
         num_verified=num_verified,
         draft_lengths=lengths,
-        bad_target=_first_bad_target(target.peak, draft_lengths, num_accepted),
+        bad_target=_first_bad_target(target.peak, is_law, draft_lengths, num_accepted),
         emitted_kl=found and found.kl.where(is_verified, 0.0),
         emitted_tv=found and found.tv.where(is_verified, 0.0),
     )
@@ -223,13 +223,13 @@ def match_greedy(target_logits: Tensor, draft_tokens: Tensor, draft_lengths: Ten
         ball_kl=torch.zeros(is_kept.shape, dtype=torch.float64, device=is_kept.device),
         num_verified=num_accepted + (num_accepted < draft_lengths).long(),
         draft_lengths=draft_lengths,
-        bad_target=_first_bad_target(peak, draft_lengths, num_accepted),
+        bad_target=_first_bad_target(peak, peak.isfinite(), draft_lengths, num_accepted),
     )
 
 
 def num_leading(flags: Tensor) -> Tensor:
     """How many of the flags [B, m] are set before the first that is not."""
-    return flags.long().cumprod(1).sum(1)
+    return flags.cumprod(1).sum(1)
 
 
 def _select(drafted: Drafted, at: Tensor) -> Drafted:
@@ -287,9 +287,8 @@ def _ball_kl(drafted: Drafted) -> Tensor:
     return binary_kl(target_prob, raised_prob)
 
 
-def _first_bad_target(peak: Tensor, draft_lengths: Tensor, num_accepted: Tensor) -> Tensor:
+def _first_bad_target(peak: Tensor, is_law: Tensor, draft_lengths: Tensor, num_accepted: Tensor) -> Tensor:
     """Position of the first target row that holds NaN or +inf, or that is reached and empty; -1 if there is none."""
-    is_law = peak.isfinite()
     if is_law.is_cpu and is_law.all():
         return torch.full_like(num_accepted, -1)
     position = torch.arange(peak.shape[1], device=peak.device)
