@@ -118,6 +118,7 @@ class Round(NamedTuple):
     """What the host learns of a round: tensors on the CPU for the B active rows, m drafts a row."""
 
     rows: Tensor  # [B], of the R returned ones
+    begin: Tensor  # [B], tokens generated before
     tokens: Tensor  # [B, m + 1], the drafts and the token drawn behind the kept ones
     num_emitted: Tensor  # [B], leading `tokens` that were committed
     has_ended: Tensor  # [B], bool
@@ -172,7 +173,7 @@ class Recorder:
         self.by_position = torch.zeros(self.num_rows, 0, dtype=torch.long)
         self.kinds = torch.full((self.num_rows, 1), int(TokenKind.PAD), dtype=torch.int8)
         self.divergence = torch.zeros(3 if self.with_emitted else 1, self.num_rows, dtype=torch.float64)
-        self.pending: list[tuple[Round, Tensor]] = []  # with the number [B] of tokens that each row had before
+        self.pending: list[Round] = []
 
     def add_first(self, rows: Tensor, num_emitted: Tensor) -> None:
         """The token drawn behind the prompt belongs to no round."""
@@ -180,8 +181,7 @@ class Recorder:
         self.emitted[rows] += num_emitted
 
     def add(self, round: Round) -> None:
-        self.pending.append((round, self.emitted[round.rows]))
-        self.emitted[round.rows] += round.num_emitted
+        self.pending.append(round)
         if len(self.pending) == MOST_PENDING:
             self._settle()
 
@@ -195,11 +195,11 @@ class Recorder:
         """Count the rounds that are pending."""
         if not self.pending:
             return
-        rounds, begins = zip(*self.pending, strict=True)
+        round = Round.joined(self.pending)
         self.pending = []
-        round, begin = Round.joined(rounds), torch.cat(begins)
         # A row that ended inside the block has nothing behind its end, drafts included
         accepted, verified = (torch.minimum(n, round.num_emitted) for n in (round.num_accepted, round.num_drafted))
+        self.emitted.index_add_(0, round.rows, round.num_emitted)
         self.accepted.index_add_(0, round.rows, accepted)
         self.verified.index_add_(0, round.rows, verified)
         self.drafted.index_add_(0, round.rows, torch.where(round.has_ended, verified, round.num_drafted))
@@ -209,13 +209,13 @@ class Recorder:
         is_kept = round.is_in(accepted)[:, :-1].long()
         self.by_position = _with_columns(self.by_position, is_kept.shape[1], 0)
         self.by_position[:, : is_kept.shape[1]].index_add_(0, round.rows, is_kept)
-        self._settle_kinds(round, begin)
+        self._settle_kinds(round)
 
-    def _settle_kinds(self, round: Round, begin: Tensor) -> None:
+    def _settle_kinds(self, round: Round) -> None:
         self.kinds = _with_columns(self.kinds, int(self.emitted.max()), int(TokenKind.PAD))
         is_emitted = round.is_in(round.num_emitted)
         batch, place = is_emitted.nonzero(as_tuple=True)
-        self.kinds[round.rows[batch], begin[batch] + place] = round.kinds()[is_emitted]
+        self.kinds[round.rows[batch], round.begin[batch] + place] = round.kinds()[is_emitted]
 
     def stats(self) -> SpeculationStats:
         self._settle()

@@ -85,9 +85,10 @@ class Decoder:
         lengths = self.schedule.lengths(self.sequences.rows, self.sequences.remaining())
         num_drafts = int(lengths.max())
         draws = self._draws(num_drafts)
-        drafts = no_drafts(self.sequences)
         if num_drafts > 0 or self.ranks.is_synced:
             drafts = self.source.propose(self.sequences, lengths, draws[:, :num_drafts])
+        else:
+            drafts = no_drafts(self.sequences)
         logits = self.target.score(self._with_last(drafts), self.sequences.slots(-1))
         verdict, target_logits = self._verify(logits, drafts, draws[:, num_drafts:])
         divergence = self._divergence(verdict, target_logits, drafts)
@@ -158,10 +159,10 @@ class Decoder:
         tokens, counts = tokens.long(), counts.long()
         self._check(counts, target_logits)
         num_emitted, has_ended, num_accepted, num_drafted, *_ = counts.unbind(1)
-        rows = self.sequences.rows
+        rows, begin = self.sequences.rows, self.sequences.num_generated()
         for collector, values in ((self.scores, target_logits), (self.raw_logits, logits)):
             if collector is not None:  # criteria look at the scores, so the output forgets what they cut off
-                collector.add(rows, self.recorder.emitted[rows], num_emitted, values)
+                collector.add(rows, begin, num_emitted, values)
         num_emitted, has_ended = self.stopping.cut_by_criteria(
             self.sequences, num_emitted, has_ended.bool(), self.scores
         )
@@ -169,6 +170,7 @@ class Decoder:
         has_ended = has_ended | (self.sequences.remaining() <= 0)
         return Round(
             rows,
+            begin,
             tokens,
             num_emitted,
             has_ended,

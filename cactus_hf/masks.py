@@ -43,8 +43,10 @@ def attention_mask(
     Returns:
         A mask [B, 1, T, width], or one for each layer type where these differ.
     """
-    masks = {name: _form(_visible(pattern, slots), dtype, is_additive) for name, pattern in patterns.items()}
-    return masks if len(set(patterns.values())) > 1 else next(iter(masks.values()))
+    first, *others = patterns.values()
+    if all(other == first for other in others):
+        return _form(_visible(first, slots), dtype, is_additive)
+    return {name: _form(_visible(pattern, slots), dtype, is_additive) for name, pattern in patterns.items()}
 
 
 def _visible(pattern: Pattern, slots: Slots) -> Tensor:

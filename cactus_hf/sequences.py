@@ -49,6 +49,10 @@ class Sequences:
         """Committed columns of the longest row."""
         return int(self.length.max())
 
+    def num_generated(self) -> Tensor:
+        """[B] on the CPU: tokens that each row has got."""
+        return self.active_length - self.prompt_length
+
     def remaining(self) -> Tensor:
         """[B] on the CPU: tokens that each row may still get."""
         return self.max_length - self.active_length

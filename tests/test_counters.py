@@ -12,6 +12,7 @@ def make_round(**changes) -> Round:
     """
     fields = {
         "rows": torch.tensor([0, 1]),
+        "begin": torch.tensor([1, 1]),
         "tokens": torch.tensor([[5, 6, 0, 0], [7, 8, 9, 0]]),
         "num_emitted": torch.tensor([2, 3]),
         "has_ended": torch.tensor([False, False]),
@@ -74,6 +75,7 @@ def test_a_row_that_has_left_gets_no_more():
     made = recorder()
     made.add(make_round())
     only = {name: value[1:] for name, value in make_round()._asdict().items() if name != "divergence"}
+    only["begin"] = torch.tensor([4])
     made.add(Round(**only, divergence=make_round().divergence[:, 1:]))
     assert made.stats().emitted.tolist() == [3, 7]
     assert made.stats().rounds.tolist() == [1, 2]
