@@ -19,6 +19,7 @@ Prompt = str | list[dict[str, str]]  # text, or the messages of a chat
 TEMPERATURE = 0.7
 LARGEST_SEED = 2**31 - 1  # many are made of it, which torch takes up to 2^63
 DTYPES = ("float32", "bfloat16", "float16")
+HALF = "float16"  # what packed layers may round their weights to
 
 
 class Pair(NamedTuple):
@@ -65,8 +66,22 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     add("--assistant-dtype", "--draft-dtype", choices=DTYPES, help="of the draft's weights (default: as the target's)")
     add(
         "--pack",
-        action=argparse.BooleanOptionalAction,
-        help="pack the linear layers of both models, on a CPU (see docs/cpu.md)",
+        nargs="?",
+        const=True,
+        choices=(HALF,),
+        metavar=HALF,
+        help=f"pack the linear layers of both models, on a CPU; with {HALF} behind it, from weights rounded to that "
+        "(see docs/cpu.md)",
+    )
+    add("--no-pack", dest="pack", action="store_false", default=None, help="leave the linear layers as they are")
+    add(
+        "--assistant-pack",
+        "--draft-pack",
+        nargs="?",
+        const=True,
+        choices=(HALF,),
+        metavar=HALF,
+        help="pack those of the draft, or pack them otherwise (default: as --pack says)",
     )
 
 
@@ -77,11 +92,33 @@ def check_models(args: argparse.Namespace) -> None:
     if bool(args.model) != bool(args.assistant):
         missing = "--assistant (the draft)" if args.model else "--model (the target)"
         raise ValueError(f"--model and --assistant belong together: {missing} is missing.")
-    if args.pack:
-        from .pairs import find_device
+    if any(packings(args)):
+        _check_packings(args)
 
-        if (device := find_device(args.device)).type != "cpu":
-            raise ValueError(f"--pack is for a CPU, and the models go to {device}: leave it out, or add --device cpu.")
+
+def packings(args: argparse.Namespace) -> tuple[bool | str, bool | str]:
+    """Whether to pack the target and the draft; "float16": with weights in that."""
+    target = args.pack or False
+    return target, args.assistant_pack or target
+
+
+def _check_packings(args: argparse.Namespace) -> None:
+    from .pairs import find_device
+
+    option = "--pack" if args.pack else "--assistant-pack"
+    if (device := find_device(args.device)).type != "cpu":
+        raise ValueError(f"{option} is for a CPU, and the models go to {device}: leave it out, or add --device cpu.")
+    target, draft = packings(args)
+    if target == HALF and args.dtype not in (None, "float32"):
+        raise ValueError(
+            f"--pack {HALF} rounds weights of float32: leave --dtype {args.dtype} out, or take --pack alone."
+        )
+    dtype = args.assistant_dtype or args.dtype
+    if draft == HALF and dtype not in (None, "float32"):
+        raise ValueError(
+            f"A draft in {dtype} cannot be packed in {HALF}, which is for float32: leave that precision out, or add "
+            "--assistant-pack, which keeps it."
+        )
 
 
 def load(args: argparse.Namespace) -> Pair:
@@ -110,10 +147,15 @@ def prepared(args: argparse.Namespace, pair: Pair) -> Pair:
     if args.assistant_dtype:
         draft = copy.deepcopy(draft).to(getattr(torch, args.assistant_dtype))  # it may share weights with the target
         name += f", draft in {args.assistant_dtype}"
-    if args.pack:
+    ways = packings(args)
+    if any(ways):
         from .packed_linears import pack_linears
 
-        target, draft, name = pack_linears(target), pack_linears(draft), f"{name}, packed"
+        for model, way in zip((target, draft), ways, strict=True):
+            if way:
+                pack_linears(model, torch.float16 if way == HALF else None)
+        said = [f"packed in {HALF}" if way == HALF else "packed" if way else "not packed" for way in ways]
+        name += f", {said[0]}" if ways[0] == ways[1] else f", target {said[0]}, draft {said[1]}"
     return Pair(name, target, draft, tokenizer)
 
 

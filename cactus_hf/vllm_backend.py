@@ -32,6 +32,7 @@ ELSEWHERE = {
     "device": "vLLM takes the device that it was built for: choose a GPU by CUDA_VISIBLE_DEVICES",
     "assistant_dtype": "vLLM gives the draft the target's precision",
     "pack": "packed layers are transformers' only",
+    "assistant_pack": "packed layers are transformers' only",
     "threads": "set OMP_NUM_THREADS, which holds for both backends",
     "preset": "vLLM loads models from folders or the Hub",
     "synthetic_acceptance": "it is a rule of the loop in transformers",

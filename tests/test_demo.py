@@ -121,7 +121,7 @@ def test_layers_are_packed_on_a_cpu_unless_told_otherwise(
 def test_the_target_keeps_its_precision_where_it_shares_weights_with_the_draft() -> None:
     target, draft = tiny.ARCHITECTURES["llama"].build(), tiny.ARCHITECTURES["llama"].build()
     draft.model.embed_tokens = target.model.embed_tokens
-    args = argparse.Namespace(assistant_dtype="bfloat16", pack=False)
+    args = argparse.Namespace(assistant_dtype="bfloat16", pack=False, assistant_pack=None)
     pair = arguments.prepared(args, arguments.Pair("tiny", target, draft, None))
     assert pair.draft.dtype == torch.bfloat16
     assert {each.dtype for each in pair.target.parameters()} == {torch.float32}

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 import cactus_hf
 import tiny
 from against_plain import DRAFT, TARGET, assert_plain, enabled, plain
-from cactus_hf import packed_linears
-from cactus_hf.packed_linears import PackedLinear, takes
+from cactus_hf import packed_layers
+from cactus_hf.packed_layers import PackedLinear
 
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs torch with oneDNN")
@@ -53,11 +53,11 @@ def test_values_are_the_ordinary_layers_up_to_rounding(num_rows, bias):
 @torch.no_grad()
 @pytest.mark.parametrize("shape", ((1,), (1, 1), (2, 1), (1, 3), (0,), ()))
 def test_few_rows_are_padded(shape, monkeypatch):
-    monkeypatch.setattr(packed_linears, "PADDED_SIZE", 1)
+    monkeypatch.setattr(packed_layers, "PADDED_SIZE", 1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    seen, inner_product = [], packed_linears.inner_product
+    seen, inner_product = [], packed_layers.inner_product
     monkeypatch.setattr(
-        packed_linears, "inner_product", lambda rows, *rest: (seen.append(rows), inner_product(rows, *rest))[1]
+        packed_layers, "inner_product", lambda rows, *rest: (seen.append(rows), inner_product(rows, *rest))[1]
     )
     layer, inputs = nn.Linear(30, 5), torch.randn(*shape, 30)
     torch.testing.assert_close(packed(layer)(inputs), layer(inputs), rtol=0, atol=1e-6)  # rounding
@@ -155,7 +155,7 @@ def test_another_precision_makes_ordinary_layers():
 @torch.no_grad()
 def test_bfloat16():
     model = copy.deepcopy(TARGET).bfloat16()
-    if not takes(model.lm_head.weight):
+    if not PackedLinear.takes(model.lm_head.weight):
         pytest.skip("a CPU without bfloat16")
     logits, expected = packed(model)(IDS).logits, model(IDS).logits
     assert logits.dtype == torch.bfloat16

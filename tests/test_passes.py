@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 import tiny
 from cactus_hf.cli import main
+from cactus_hf.packed_layers import missing_fbgemm
+from cactus_hf.passes import KINDS
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +22,37 @@ def folder(tmp_path_factory):
 
 def test_table(folder, capsys):
     assert main(["passes", "--model", folder, "--repeats", "1", "--widths", "1x1", "2x3", "--cached", "4"]) == 0
-    description, head, *lines = capsys.readouterr().out.splitlines()
+    description, head, *lines, difference = capsys.readouterr().out.splitlines()
     assert "float32" in description
     assert head.split()[-2:] == ["1x1", "2x3"]
     assert [line[:7].strip(", ") for line in lines] == ["ordinar", "ordinar", "packed", "packed"]
     assert all(len(line.split()) == 4 for line in lines)
+    assert difference.startswith("packed against ordinary: logits differ by at most ")
+    assert difference.endswith("laws overlap by 1.00000")
+
+
+@pytest.mark.skipif(missing_fbgemm() is not None, reason="needs FBGEMM")
+def test_kinds(folder, capsys):
+    kinds = [kind for kind in KINDS if kind != "bfloat16" or torch.ops.mkldnn._is_mkldnn_bf16_supported()]
+    options = ["--repeats", "1", "--widths", "1x2", "--cached", "4", "--kinds", *kinds]
+    assert main(["passes", "--model", folder, *options, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result["ms"]) == kinds
+    found = result["differences"]
+    assert found["packed"]["logits"] < 1e-4 < found["float16"]["logits"], "rounding of sums, and of weights"
+    assert 0.99 < found["float16"]["overlap"] < 0.99999
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--draft", "--model", "x"], "give either"),
+        (["--dtype", "bfloat16", "--kinds", "float16"], "leave it or --dtype bfloat16 out"),
+    ],
+)
+def test_options_that_do_not_go_together(options, said, capsys):
+    assert main(["passes", *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_json(folder, capsys):
@@ -34,7 +63,7 @@ def test_json(folder, capsys):
         "ordinary": {"1x2": 2},
         "packed": {"1x2": 2},
     }
-    assert 0 <= result["largest_difference"] < 1e-4  # rounding
+    assert 0 <= result["differences"]["packed"]["logits"] < 1e-4  # rounding
 
 
 def test_a_folder_that_is_not_there(capsys):
