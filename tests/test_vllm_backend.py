@@ -208,6 +208,7 @@ def test_an_answer_ends_with_its_stop() -> None:
     [
         ("bench", ["--device", "cpu"], "CUDA_VISIBLE_DEVICES"),
         ("bench", ["--pack"], "leave it out; packed layers"),
+        ("bench", ["--draft-pack", "float16"], "--assistant-pack is not for --backend vllm"),
         ("bench", ["--draft-dtype", "bfloat16"], "--assistant-dtype is not for --backend vllm"),
         ("bench", ["--threads", "1"], "OMP_NUM_THREADS"),
         ("bench", ["--methods", "plain", "auto"], "leave auto out of --methods, or add the backend transformers"),
