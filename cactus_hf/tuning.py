@@ -15,11 +15,12 @@ from .generation import enable
 from .measuring import timed
 from .round_clock import RoundClock, RoundSeconds
 from .round_costs import RoundCosts
-from .running_acceptance import chances
 from .speed import expected_tokens
 
 
 Progress = Callable[[str], None]
+FIRST_GUESS = 0.6  # chance of being kept before anything is known; it counts like one draft
+NEIGHBOUR_WEIGHT = 4.0  # drafts at a position that the estimate of the one before it is worth
 # Of a round that drafts pay for in no case, so that none are made
 NO_DRAFTS = {"1": {"draft": [1.0], "verify": [1.0, 1.0]}}
 
@@ -178,6 +179,18 @@ def acceptance(counts: Sequence[SpeculationStats], num_positions: int) -> list[f
             tried[i] += by_position[i]
             kept[i] += by_position[i + 1]
     return chances(kept, tried)
+
+
+def chances(kept: Sequence[float], tried: Sequence[float]) -> list[float]:
+    """Chances [M] of a draft at each position, from how many [M] were tried there and kept; each estimate leans on the
+    one before it, which knows more.
+    """
+    chance = (sum(kept) + FIRST_GUESS) / (sum(tried) + 1)
+    result: list[float] = []
+    for successes, trials in zip(kept, tried, strict=True):
+        chance = (successes + NEIGHBOUR_WEIGHT * chance) / (trials + NEIGHBOUR_WEIGHT)
+        result.append(chance)
+    return result
 
 
 def all_costs(found: Sequence[Found]) -> RoundCosts:

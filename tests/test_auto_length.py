@@ -12,50 +12,49 @@ from simulation import CHANCES, CURVES, make, seconds, texts
 from cactus_hf.auto_length import FIRST_CHECK, AutoSchedule
 
 
-def test_given_costs_come_close_to_the_best_fixed_length():
-    """Texts of 1,000 tokens, each compared with the length that was best for it; what is lost is what it takes to
-    find out. Single texts are a matter of luck, so their bound is a wider one.
-    """
+@pytest.mark.parametrize(
+    ("num_tokens", "num_texts", "mean", "worst", "of_plain"), ((100, 4, 0.97, 0.9, 0.95), (1000, 1, 0.99, 0.93, 0.97))
+)
+def test_given_costs_come_close_to_the_best_fixed_length(num_tokens, num_texts, mean, worst, of_plain):
+    """What is lost is what it takes to find out, so a text of 100 tokens loses more."""
     shares = []
     for curve, chance in itertools.product(CURVES.values(), CHANCES.values()):
-        written = texts(chance, 1000, 1)
+        written = texts(chance, num_tokens, num_texts)
         took = seconds(written, curve, is_given=True)
         shares.append(simulation.fastest(written, curve) / took)
-        assert shares[-1] > 0.93
-        assert simulation.fixed(written, curve, 0) / took > 0.98
-    assert sum(shares) / len(shares) > 0.97
+        assert shares[-1] > worst
+        assert simulation.fixed(written, curve, 0) / took > of_plain
+    assert sum(shares) / len(shares) > mean
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_hopeless_drafts_cost_little_with_timed_rounds(name: str):
+def test_drafts_that_are_never_kept_cost_little_with_timed_rounds(name: str):
     """Rounds are disturbed by .12 (log-normal), and one in 50 takes three times as long."""
-    written = texts(0.05, 300, 3)
+    written = texts(0.05, 100, 4)
     took = seconds(written, CURVES[name], is_given=False, noise=0.12)
     assert simulation.fixed(written, CURVES[name], 0) / took > 0.95
 
 
-@pytest.mark.parametrize("name", ("flat", "linear", "irregular"))
+@pytest.mark.parametrize("name", ("flat", "linear", "embedded pair", "Qwen pair"))
 def test_timed_rounds_find_what_pays(name: str):
-    written = texts(0.9, 1000, 1)
+    written = texts(0.9, 300, 2)
     took = seconds(written, CURVES[name], is_given=False, noise=0.12)
-    assert simulation.fastest(written, CURVES[name]) / took > 0.7
-    assert simulation.fixed(written, CURVES[name], 0) / took > 1.25
+    assert simulation.fastest(written, CURVES[name]) / took > 0.9
 
 
 def test_it_notices_that_the_text_has_changed():
     written = texts(lambda place, end: 0.02 if end < 300 else 0.95, 900, 1)
     schedule, clock = make(CURVES["flat"])
     _, lengths = simulation.write(schedule, written, CURVES["flat"], clock)
-    assert lengths[60:200].count(0) > 100 and min(lengths[-20:-3]) >= 5
+    assert max(lengths[20:200]) == 1 and min(lengths[-20:-3]) >= 5
 
 
-def test_trials_of_a_hopeless_draft_come_at_growing_intervals():
+def test_trials_of_a_hopeless_draft_become_rare():
     schedule, clock = make(CURVES["linear"])
     _, lengths = simulation.write(schedule, texts(0.0, 3000, 1), CURVES["linear"], clock)
     trials = [i for i, length in enumerate(lengths) if length > 0]
-    gaps = [late - early for early, late in zip(trials, trials[1:], strict=False)]
-    assert len(trials) < 20 and gaps[-1] > 500
-    assert sum(later >= earlier for earlier, later in zip(gaps[-4:], gaps[-3:], strict=False)) == 3
+    early, late = (sum(begin <= i < begin + 500 for i in trials) for begin in (0, 2500))
+    assert early < 30 and 1 <= late < early / 2
 
 
 def test_costs_that_no_draft_can_pay_are_never_tried():
@@ -64,9 +63,10 @@ def test_costs_that_no_draft_can_pay_are_never_tried():
     assert not any(lengths)
 
 
-def test_a_timed_call_begins_with_the_length_asked_for_and_with_none():
+@pytest.mark.parametrize(("num_tokens", "first"), ((80, 2), (100, 3), (1000, 7)))
+def test_a_timed_call_begins_without_drafts_and_then_as_the_text_can_afford(num_tokens, first):
     schedule, clock = make(CURVES["flat"], is_given=False, start=7)
-    assert simulation.write(schedule, texts(0.5, 100, 1), CURVES["flat"], clock)[1][:2] == [7, 0]
+    assert simulation.write(schedule, texts(0.5, num_tokens, 1), CURVES["flat"], clock)[1][:2] == [0, first]
 
 
 def test_plain_decoding_is_timed_again():
