@@ -7,6 +7,7 @@ sequence only.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, cast
 
 import torch
@@ -17,6 +18,7 @@ SCRATCH = 2**18  # float32 numbers that a CPU normalises at once: 1 MB, which st
 BLOCK = 512  # weights that a draw from a long row sums up at a time
 MOST_AT_ONCE = 2**15  # weights of a row that is not long
 ALMOST_1 = 1 - 2**-53
+LEAST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}  # of which exp is a normal number
 LEAST_TOTAL = 2.0**-1000  # of weights to draw by: far from the numbers that float64 holds with fewer digits
 
 
@@ -73,7 +75,7 @@ def row_probs(logits: Tensor, normaliser: Normaliser, at: Tensor) -> Tensor:
     batch = torch.arange(len(at), device=at.device)
     row = widened(logits[batch, at])
     peak, total = (field.gather(1, at.unsqueeze(1)).to(row.dtype) for field in normaliser)
-    return row.sub_(peak).exp_().div_(total)  # in place, as the indexing made a copy
+    return _weights(row, peak).div_(total)
 
 
 def laws_at(
@@ -160,15 +162,21 @@ def _inverted_at_once(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Sums [B, blocks] of `BLOCK` weights each, float64; the last block is what is left over."""
+    """Sums [B, blocks] of `BLOCK` weights each, the last one of what is left; float64, rounded as the weights are."""
     num_whole = weights.shape[-1] // BLOCK
     whole = weights[:, : num_whole * BLOCK].unflatten(-1, (num_whole, BLOCK))
     rest = weights[:, num_whole * BLOCK :]
-    return torch.cat([whole.sum(-1, dtype=torch.float64), rest.sum(-1, keepdim=True, dtype=torch.float64)], dim=-1)
+    return torch.cat([whole.sum(-1), rest.sum(-1, keepdim=True)], dim=-1).double()
 
 
 def _weights(logits: Tensor, peak: Tensor) -> Tensor:
-    return (logits - widened(peak)).exp_()
+    """exp(logits - peak), but 0 where that is below the normal numbers of its dtype."""
+    exponents = logits - widened(peak)
+    if not exponents.is_cpu:
+        return exponents.exp_()
+    # There exp takes a CPU up to 30 times as long: at low temperatures, and a little longer for the exact 0 of a top-k
+    least = LEAST_EXPONENT[exponents.dtype]
+    return torch.nn.functional.threshold_(exponents.clamp_(min=least).exp_(), 1.001 * math.exp(least), 0.0)
 
 
 def widened(values: Tensor) -> Tensor:
