@@ -176,7 +176,7 @@ def _weights(logits: Tensor, peak: Tensor) -> Tensor:
         return exponents.exp_()
     # There exp takes a CPU up to 30 times as long: at low temperatures, and a little longer for the exact 0 of a top-k
     least = LEAST_EXPONENT[exponents.dtype]
-    return torch.nn.functional.threshold_(exponents.clamp_(min=least).exp_(), 1.001 * math.exp(least), 0.0)
+    return torch.threshold_(exponents.clamp_(min=least).exp_(), 1.001 * math.exp(least), 0.0)
 
 
 def widened(values: Tensor) -> Tensor:

@@ -102,3 +102,17 @@ def test_the_drafts_own_normaliser_decides_alike() -> None:
     arguments = (target, tokens, draft, Cactus(0.5), lengths, uniforms)
     for own, other in zip(verify_block(*arguments, normalise(draft)), verify_block(*arguments), strict=True):
         torch.testing.assert_close(own, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_below_the_normal_numbers_are_0(dtype: torch.dtype) -> None:
+    """An exp that is not a normal number takes a CPU up to 30 times as long; a law has none of them to lose."""
+    least = torch.finfo(dtype).tiny
+    logits = torch.cat([torch.linspace(0, -2e3, 5000, dtype=dtype), torch.tensor([-torch.inf], dtype=dtype)])
+    weights = probabilities._weights(logits[None], torch.zeros(1, 1, dtype=dtype))[0]
+    is_kept = weights > 0
+    assert torch.equal(is_kept, is_kept.cummin(0).values)  # they fall
+    torch.testing.assert_close(weights[is_kept], logits[is_kept].exp())
+    assert logits[is_kept].min().exp() >= least and logits[~is_kept].max().exp() < 2 * least
+    none = torch.full((1, 3), torch.nan, dtype=dtype)
+    assert probabilities._weights(none, none[:, :1]).isnan().all()
