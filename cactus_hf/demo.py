@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
+    HALF,
     Pair,
     add_models,
     add_sampling,
@@ -76,11 +77,14 @@ def run(args: argparse.Namespace) -> int:
     from . import display, report
     from .comparison import Comparison, Method
     from .generation import enable
+    from .packed_layers import missing_fbgemm
     from .pairs import find_device
     from .token_streamer import TokenStreamer
 
     if args.pack is None:
         args.pack = find_device(args.device).type == "cpu" and args.dtype in (None, "float32")
+        if args.pack and args.assistant_pack is None and not (args.model or args.assistant_dtype or missing_fbgemm()):
+            args.assistant_pack = HALF  # the embedded draft's weights are known to fit, and its law may be any
     pair = load(args)
     prompt = prompt_inputs(pair, args.prompt)
     comparison = Comparison(enable(pair.target), pair.draft, prompt, *generate_options(pair, args))

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import tiny
 from cactus_hf import arguments, cli, comparison, demo, report
 from cactus_hf.comparison import Comparison, Method, Row
 from cactus_hf.generation import enable
+from cactus_hf.packed_layers import missing_fbgemm
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +118,26 @@ def test_layers_are_packed_on_a_cpu_unless_told_otherwise(
 ) -> None:
     assert run(folders, "--repeats", "1", "--max-new-tokens", "8", *options) == 0
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "packings"),
+    [
+        ([], (True, "float16")),
+        (["--no-pack"], (False, False)),
+        (["--assistant-dtype", "bfloat16"], (True, True)),
+        (["--pack"], (True, True)),
+    ],
+    ids=str,
+)
+def test_the_embedded_draft_has_weights_in_float16(options: list[str], packings: tuple, monkeypatch) -> None:
+    if missing_fbgemm():
+        pytest.skip("torch has no FBGEMM here")
+    seen = []
+    monkeypatch.setattr(demo, "load", lambda args: seen.append(arguments.packings(args)) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--device", "cpu", *options])
+    assert seen == [packings]
 
 
 def test_the_target_keeps_its_precision_where_it_shares_weights_with_the_draft() -> None:
