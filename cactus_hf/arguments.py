@@ -116,8 +116,8 @@ def _check_packings(args: argparse.Namespace) -> None:
     dtype = args.assistant_dtype or args.dtype
     if draft == HALF and dtype not in (None, "float32"):
         raise ValueError(
-            f"A draft in {dtype} cannot be packed in {HALF}, which is for float32: leave that precision out, or add "
-            "--assistant-pack, which keeps it."
+            f"A draft in {dtype} cannot be packed in {HALF}, which is for float32: leave that precision out, or take "
+            f"--draft-pack without {HALF}, which keeps it."
         )
 
 

@@ -5,6 +5,7 @@ Checked with transformers 5.17 and 5.24.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -57,6 +58,16 @@ def keep_unknown_options(config: Any) -> None:
     config._from_model_config = False
 
 
+def _decoder_config(config: Any) -> Any:
+    config = config.get_text_config(decoder=True)
+    num_layers = getattr(config, "decoder_layers", None)
+    if num_layers and not config.is_encoder_decoder and num_layers != config.num_hidden_layers:
+        # A decoder taken out of Whisper or Bart, whose config still counts the encoder's layers
+        config = copy.deepcopy(config)
+        config.num_hidden_layers = num_layers
+    return config
+
+
 class Host:
     """What the loop needs of a transformers model."""
 
@@ -65,7 +76,7 @@ class Host:
     def __init__(self, model: Any):
         self.model = model
         self.inner = unwrapped(model, PreTrainedModel)  # a block drafter cannot `generate()`
-        self.config = self.inner.config.get_text_config(decoder=True)
+        self.config = _decoder_config(self.inner.config)
 
     @property
     def name(self) -> str:

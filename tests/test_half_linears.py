@@ -361,7 +361,7 @@ class TestOptions:
         "options, said",
         [
             (["--pack", "float16", "--dtype", "bfloat16"], "leave --dtype bfloat16 out, or take --pack alone"),
-            (["--pack", "float16", "--draft-dtype", "bfloat16"], "or add --assistant-pack, which keeps it"),
+            (["--pack", "float16", "--draft-dtype", "bfloat16"], "or take --draft-pack without float16"),
             (["--draft-pack", "float16", "--dtype", "bfloat16"], "A draft in bfloat16"),
             (["--pack", "bfloat16"], "choose from"),
         ],
