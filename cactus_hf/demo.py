@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.pack is None:
         args.pack = find_device(args.device).type == "cpu" and args.dtype in (None, "float32")
-        if args.pack and args.assistant_pack is None and not (args.model or args.assistant_dtype or missing_fbgemm()):
+        is_named = args.pair or args.model or args.assistant_dtype
+        if args.pack and args.assistant_pack is None and not (is_named or missing_fbgemm()):
             args.assistant_pack = HALF  # the embedded draft's weights are known to fit, and its law may be any
     pair = load(args)
     prompt = prompt_inputs(pair, args.prompt)

@@ -127,6 +127,7 @@ def test_layers_are_packed_on_a_cpu_unless_told_otherwise(
         (["--no-pack"], (False, False)),
         (["--assistant-dtype", "bfloat16"], (True, True)),
         (["--pack"], (True, True)),
+        (["--pair", "qwen3-8b"], (True, True)),
     ],
     ids=str,
 )
