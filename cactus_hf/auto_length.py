@@ -16,6 +16,7 @@ from torch import Tensor
 from .measured_costs import MeasuredCosts
 from .round_costs import RoundCosts
 from .running_acceptance import RunningAcceptance
+from .speed import best_length
 
 
 LONGEST = 20  # drafts a round, unless `num_assistant_tokens` asks for more or the costs given end before
@@ -86,7 +87,7 @@ class AutoSchedule:
             self._set_costs(self.measured.estimates())
         weights = self.acceptance.of_rows(rows)
         tokens = self.acceptance.tokens @ weights
-        best = self._best(tokens / self.seconds, remaining)
+        best = self._best(tokens, remaining)
         trial = self._trial(best, tokens, remaining) if self.given is None else None
         if trial is None and best == 0:
             trial = self._again(weights, remaining)
@@ -116,10 +117,13 @@ class AutoSchedule:
             return None
         return self.start if self.shortest > 0 else min(self.start, 1 + remaining // TEXT_A_DRAFT)
 
-    def _best(self, rates: NDArray, remaining: int) -> int:
-        """The fastest length, the shortest one of equals."""
-        best = self.shortest + int(rates[self.shortest : remaining].argmax())
-        return 0 if self.given is None and self.shortest == 0 and rates[best] < LEAST_GAIN * rates[0] else best
+    def _best(self, tokens: NDArray, remaining: int) -> int:
+        """The fastest length, if costs are measured only one that is clearly faster than plain decoding."""
+        best = best_length(tokens[:remaining].tolist(), self.seconds[:remaining].tolist(), self.shortest)
+        if self.given is not None or self.shortest > 0:
+            return best
+        gain = tokens[best] / self.seconds[best] / (tokens[0] / self.seconds[0])
+        return 0 if gain < LEAST_GAIN else best
 
     def _trial(self, best: int, tokens: NDArray, remaining: int) -> int | None:
         """A length that should be timed: plain decoding now and then, or one that with luck would be the fastest."""

@@ -17,7 +17,17 @@ from .acceptance import AcceptanceRule, Drafted
 from .checks import bad_target_error, check_block, check_draft_lengths, check_uniforms, warn_bad_draft
 from .kl_budget import Found, binary_kl, find_deltas_of_block, has_budget
 from .parameters import move_rule
-from .probabilities import LEAST_TOTAL, Normaliser, draw, laws_at, normalise, row_probs, token_logits, widened
+from .probabilities import (
+    LEAST_TOTAL,
+    Normaliser,
+    are_laws,
+    draw,
+    laws_at,
+    normalise,
+    row_probs,
+    token_logits,
+    widened,
+)
 
 
 class Verification(NamedTuple):
@@ -141,7 +151,7 @@ def verify_block(
         draft, lengths, draft_prob = None, draft_lengths, torch.ones_like(target_prob)
     else:
         draft = draft_normaliser or normalise(draft_logits)
-        lengths = num_leading(is_drafted & draft.is_law)
+        lengths = num_leading(is_drafted & are_laws(draft.peak))
         draft_prob = draft.probability(token_logits(draft_logits, tokens))
     entropy, rank = _entropy_and_rank(rule.needs, target_logits[:, :num_drafted], tokens)
     from_rows = _from_rows(rule, target_logits, draft_logits, tokens)
@@ -151,7 +161,7 @@ def verify_block(
     drafted = drafted._replace(delta=found and found.delta)
     drafted = drafted._replace(raised_prob=rule.raised_prob(drafted))
 
-    is_law = target.is_law
+    is_law = are_laws(target.peak)
     is_kept = is_law[:, :num_drafted] & (tests < rule.accept(drafted))
     num_accepted = torch.minimum(num_leading(is_kept), lengths)
     is_rejected = num_accepted < lengths
@@ -223,7 +233,7 @@ def match_greedy(target_logits: Tensor, draft_tokens: Tensor, draft_lengths: Ten
         ball_kl=torch.zeros(is_kept.shape, dtype=torch.float64, device=is_kept.device),
         num_verified=num_accepted + (num_accepted < draft_lengths).long(),
         draft_lengths=draft_lengths,
-        bad_target=_first_bad_target(peak, peak.isfinite(), draft_lengths, num_accepted),
+        bad_target=_first_bad_target(peak, are_laws(peak), draft_lengths, num_accepted),
     )
 
 

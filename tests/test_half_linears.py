@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from linears import IDS, OWN, TIED, assert_same_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -19,9 +20,6 @@ from cactus_hf.packed_layers import HalfLinear, PackedLinear, missing_fbgemm
 
 
 pytestmark = pytest.mark.skipif(missing_fbgemm() is not None, reason="needs torch with FBGEMM")
-OWN = tiny.ARCHITECTURES["llama"].build()  # shared with no test that may leave a hook, which cannot be pickled
-TIED = tiny.model("llama", tie_word_embeddings=True)
-IDS = torch.randint(4, tiny.VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def halved(model: nn.Module) -> nn.Module:
@@ -40,10 +38,6 @@ def rounded(model: nn.Module) -> nn.Module:
 
 def kinds(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules() if isinstance(module, nn.Linear)]
-
-
-def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from linears import IDS, OWN, TIED, assert_same_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -18,9 +19,6 @@ from cactus_hf.packed_layers import PackedLinear
 
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs torch with oneDNN")
-OWN = tiny.ARCHITECTURES["llama"].build()  # shared with no test that may leave a hook, which cannot be pickled
-TIED = tiny.model("llama", tie_word_embeddings=True)
-IDS = torch.randint(4, tiny.VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def num_packed(model: nn.Module) -> int:
@@ -33,10 +31,6 @@ def num_linears(model: nn.Module) -> int:
 
 def packed(model: nn.Module) -> nn.Module:
     return cactus_hf.pack_linears(copy.deepcopy(model))
-
-
-def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
 @torch.no_grad()
