@@ -165,8 +165,15 @@ class Cactus(AcceptanceRule):
     def raised_prob(self, drafted: Drafted) -> Tensor:
         if drafted.raised_prob is not None:
             return drafted.raised_prob
+        if self._is_lossless:
+            return drafted.target_prob
         delta = drafted.delta if self.delta is None else per_row(self.delta, drafted.target_prob)
         return self.raise_to(drafted.target_prob, cast(Tensor | float, delta))
+
+    @property
+    def _is_lossless(self) -> bool:
+        """Whether it is known without a look at a tensor that nothing is raised, which saves a tenth of a round."""
+        return not isinstance(self.delta, Tensor) and self.delta == 0
 
     def __repr__(self) -> str:
         values = ((each.name, each.default, getattr(self, each.name)) for each in fields(self))
@@ -180,7 +187,9 @@ class Cactus(AcceptanceRule):
     def accept(self, drafted: Drafted) -> Tensor:
         return keep_at_most(self.raised_prob(drafted), drafted.draft_prob)
 
-    def residual_scales(self, drafted: Drafted) -> tuple[Tensor, float]:
+    def residual_scales(self, drafted: Drafted) -> tuple[Tensor | float, float]:
+        if self._is_lossless:
+            return 1.0, 1.0
         # (h - p)_+. It is 0 at n without a special case, as n is rejected only if p_n > gamma_n >= q_n >= s q_n.
         return scale_of_others(self.raised_prob(drafted), drafted.target_prob), 1.0
 

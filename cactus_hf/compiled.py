@@ -2,7 +2,8 @@
 
 The cache gets all the room that the rows may come to need, every pass attends to the whole of it, and rows that have
 ended stay where they are. That is more arithmetic than `RaggedModel` does, and one compiled form for each number of
-tokens: a step of the draft, two tokens of it where a round kept all drafts, and a block of the target.
+tokens: a step of the draft, two tokens of it where a round kept all drafts, and a block of the target. Shorter blocks,
+such as those at the end of a text, are filled up to one of these.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class CompiledModel(RaggedModel):
         self.forward = forward
         self.num_rows = len(self.last_slot)
         self.rows = torch.arange(self.num_rows)  # [B] on the CPU, those still decoded
+        self.widths: set[int] = set()  # tokens of the passes so far
         self.capacity = 0
         self._reserve(int(self.last_position.max()) + SPARE)
 
@@ -68,19 +70,22 @@ class CompiledModel(RaggedModel):
 
     def score(self, tokens: Tensor, first: Tensor) -> Tensor:
         num_tokens = tokens.shape[1]
-        self._reserve(int(first.max()) + 2 * num_tokens)
+        width = min((each for each in self.widths if each >= num_tokens), default=num_tokens)
+        self.widths.add(width)
+        self._reserve(int(first.max()) + 2 * width)
         # Rows that have ended write behind all text, where nothing looks
-        slots = torch.full((self.num_rows,), self.capacity - num_tokens).index_put((self.rows,), first)
-        positions = (slots[:, None] + torch.arange(num_tokens)).to(tokens.device)
-        if len(self.rows) < self.num_rows:
-            filled = tokens.new_zeros(self.num_rows, num_tokens)
-            tokens = filled.index_copy(0, self.rows.to(tokens.device), tokens)
+        slots = torch.full((self.num_rows,), self.capacity - width).index_put((self.rows,), first)
+        positions = (slots[:, None] + torch.arange(width)).to(tokens.device)
+        rows = self.rows.to(tokens.device)
+        filled = tokens.new_zeros(self.num_rows, width)  # of one memory layout, which compiled passes mind
+        filled[rows, :num_tokens] = tokens
         # Bounds that say nothing of the rows, as whatever a compiled pass sees of them would compile it anew
         every = torch.arange(self.num_rows, device=tokens.device)[:, None]
-        whole = Slots(every, positions, num_tokens, 0, self.capacity - num_tokens)
+        whole = Slots(every, positions, width, 0, self.capacity - width)
         torch.compiler.cudagraph_mark_step_begin()
-        logits = self._score_at(tokens, whole, self.forward)
-        return logits[self.rows.to(logits.device)]  # a copy: the next replay overwrites what the graph returned
+        logits = self._score_at(filled, whole, self.forward)
+        # A copy: the next replay overwrites what the graph returned
+        return logits[:, :num_tokens][self.rows.to(logits.device)]
 
     def keep(self, index: Tensor) -> None:
         self.rows = self.rows[index]

@@ -83,7 +83,7 @@ class Decoder:
 
     def _round(self) -> None:
         lengths = self.schedule.lengths(self.sequences.rows, self.sequences.remaining())
-        num_drafts = int(lengths.max())
+        num_drafts = max(lengths.tolist())
         draws = self._draws(num_drafts)
         if num_drafts > 0 or self.ranks.is_synced:
             drafts = self.source.propose(self.sequences, lengths, draws[:, :num_drafts])
@@ -211,9 +211,10 @@ class Decoder:
         self._let_go(round.has_ended)
 
     def _let_go(self, has_ended: Tensor) -> None:
-        if not has_ended.any():
+        ended = has_ended.tolist()
+        if not any(ended):
             return
-        if has_ended.all():
+        if all(ended):
             self.has_finished = True
             return
         index = (~has_ended).nonzero()[:, 0]

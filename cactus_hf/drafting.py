@@ -68,7 +68,7 @@ class DraftModel:
 
     def propose(self, sequences: Sequences, lengths: Tensor, uniforms: Tensor) -> Drafts:
         lengths = self.reader.fit(lengths)
-        num_drafts = int(lengths.max())
+        num_drafts = max(lengths.tolist())
         num_passes = self.ranks.most(num_drafts)
         if num_passes == 0:
             return no_drafts(sequences)

@@ -74,7 +74,8 @@ def row_probs(logits: Tensor, normaliser: Normaliser, at: Tensor) -> Tensor:
     """Probabilities [B, V] of the row at position `at` [B] of each sequence, in float32 or float64."""
     batch = torch.arange(len(at), device=at.device)
     row = widened(logits[batch, at])
-    peak, total = (field.gather(1, at.unsqueeze(1)).to(row.dtype) for field in normaliser)
+    place = at.unsqueeze(1)
+    peak, total = (field.gather(1, place).to(row.dtype) for field in normaliser)
     return _weights(row, peak).div_(total)
 
 
@@ -135,30 +136,30 @@ def _inverted(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     uniforms = uniforms.double()
     vocab_size = weights.shape[-1]
     if vocab_size <= MOST_AT_ONCE:
-        index, cumulative = _inverted_at_once(weights, uniforms)
-        return index, cumulative[:, -1:]
+        index, _, total = _inverted_at_once(weights, uniforms)
+        return index, total
     sums = _block_sums(weights)
-    block, cumulative = _inverted_at_once(sums, uniforms)
-    total = cumulative[:, -1:]
+    block, cumulative, total = _inverted_at_once(sums, uniforms)
     # What is left of the uniform, as a share of the block
     share = (uniforms * total - cumulative.gather(-1, block)) / sums.gather(-1, block) + 1
     index = block * BLOCK + torch.arange(BLOCK, device=weights.device)
     inside = weights.gather(-1, index.clamp(max=vocab_size - 1)).masked_fill_(index >= vocab_size, 0)
-    place, _ = _inverted_at_once(inside, share.clamp_(0, ALMOST_1))
+    place, *_ = _inverted_at_once(inside, share.clamp_(0, ALMOST_1))
     return (block * BLOCK + place).clamp_(max=vocab_size - 1), total
 
 
-def _inverted_at_once(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The index [B, 1], and the cumulative sums."""
+def _inverted_at_once(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The index [B, 1], the cumulative sums, and the last of them [B, 1]."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
     # The largest uniform, 1 - 2^-53, times a normal number is less than the number, rounded too
-    index = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    index = torch.searchsorted(cumulative, uniforms * total, right=True)
     index.clamp_(max=weights.shape[-1] - 1)  # of weights that are no numbers
     if not cumulative.is_cpu:
         # A parallel scan can round the sum up at an index of weight 0. Once in 10^15 draws or so, take the largest
         is_drawable = weights.gather(-1, index) > 0
         index = torch.where(is_drawable, index, weights.argmax(-1, keepdim=True))
-    return index, cumulative
+    return index, cumulative, total
 
 
 def _block_sums(weights: Tensor) -> Tensor:

@@ -110,12 +110,12 @@ class Reader:
         length, met = self.text.follow(sequences)
         if self.context is not None:
             end = length + lengths - 1  # the last draft is not read
-            if int(self._slots(end).max()) > self.context:
+            if max(self._slots(end).tolist()) > self.context:
                 self._move(self._start(end))
                 return self._read_again(sequences, length)
         # Rows that need fewer ids than others see some again, which rewrites the same states. A row that is too short
         # for that reads on behind its end, where the drafts will overwrite what it leaves.
-        unseen = max(1, int((length - torch.minimum(met, self.end)).max()))
+        unseen = max(1, *(length - torch.minimum(met, self.end)).tolist())
         wanted = length - unseen
         first = torch.maximum(wanted, self.start)
         logits = self._score(self.text.read(sequences, first, unseen), self._slots(first))

@@ -42,7 +42,7 @@ class Sequences:
         self.active_length = self.length[self.rows]  # [B] on the CPU
         self.next_slot = self.active_length - self.padding[self.rows]  # [B] on the CPU
         self.column = self.active_length.to(self.tokens.device)  # [B], next column to commit
-        self.longest = int(self.active_length.max())
+        self.longest = max(self.active_length.tolist())
 
     @property
     def num_columns(self) -> int:
@@ -85,7 +85,7 @@ class Sequences:
     def read_at(self, first: Tensor, count: int) -> Tensor:
         """[B, count]: the tokens from position `first` [B] (on the CPU) on, with any tokens outside a row's text."""
         if self.only_row is not None:
-            offset = int(first[0] - self.next_slot[0])
+            offset = first.tolist()[0] - self.next_slot.tolist()[0]
             if 0 <= self.longest + offset <= self.tokens.shape[1] - count:
                 return self.read(offset, count)
         columns = (first + self.padding[self.rows])[:, None] + torch.arange(count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import CompileConfig
 
 from cactus_hf import cli
-from cactus_hf.bench import command, options, presets, rivals
+from cactus_hf.bench import command, methods, options, presets, rivals
 from cactus_hf.report import WIDTH as NARROW
 
 
@@ -134,6 +136,19 @@ def test_printed_table(folders, capsys) -> None:
         assert " inf " in lines[3]
     assert "stock*" not in first and "stock*" in second
     assert "one row after another" in legend and NARROW < max(map(len, legend.splitlines())) <= 100
+
+
+def test_compiled_passes_are_not_looked_into(folders, tmp_path, monkeypatch) -> None:
+    eager = functools.partial(CompileConfig, backend="eager", mode=None)  # the default needs a compiler of C++
+    monkeypatch.setattr(methods, "CompileConfig", eager)
+    options = ["--methods", "plain", "cactus", "compiled", "--deltas", "0.5", "--num-assistant-tokens", "3"]
+    plain, ours, compiled = run(tmp_path, *folders, *options, "--batch-sizes", "2")
+    assert (compiled["method"], compiled["delta"], compiled["is_row_by_row"]) == ("compiled", 0.5, False)
+    unseen = ("target_ms", "draft_ms", "overhead_ms", "overhead_bare_ms", "efficiency")
+    assert all(compiled[name] is None for name in unseen) and not compiled["forwards"]
+    assert all(ours[name] is not None for name in unseen)
+    assert compiled["acceptance"] == ours["acceptance"] and compiled["new_tokens"] == plain["new_tokens"]
+    assert compiled["emitted_kl"] == pytest.approx(ours["emitted_kl"], rel=1e-3)
 
 
 def test_greedy_has_one_rule(folders, tmp_path) -> None:

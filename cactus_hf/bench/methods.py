@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from transformers import CompileConfig
 
 from ..acceptance import Mixture
 from ..counters import track
@@ -21,8 +22,9 @@ from .rivals import Sampling
 from .synthetic import AcceptByLot
 
 
-WITH_DELTA = ("cactus", "auto")
+WITH_DELTA = ("cactus", "compiled", "auto")
 ONE_ROW = ("stock", "flashspec")  # take no batch; flashspec takes one, but no rows of unequal lengths
+UNSEEN = ("compiled", "economize")  # passes that hooks do not see: torch traces through them, or they run layers
 NO_LENGTH = ("plain", "auto")  # have no number of drafts a round to set
 
 
@@ -102,7 +104,8 @@ class Decoders:
         """
         torch.manual_seed(seed)
         calls = []
-        with ForwardClock(self.models, self.target.device, is_timing) as clock:
+        models = {} if method.kind == "compiled" else self.models
+        with ForwardClock(models, self.target.device, is_timing) as clock:
             for batch in batches:
                 for part in [batch] if self.takes_batches(method.kind) else batch.rows():
                     calls.append(self._call(method, part, clock, {**self.options, **options}))
@@ -132,6 +135,8 @@ class Decoders:
             own["num_assistant_tokens_schedule"] = "auto"
         else:
             own |= {"num_assistant_tokens": method.num_drafts, "num_assistant_tokens_schedule": "constant"}
+        if method.kind == "compiled":
+            own |= {"cache_implementation": "static", "compile_config": CompileConfig(dynamic=False)}
         if self.acceptance is not None:
             return own | {"acceptance_rule": AcceptByLot(self.acceptance)}
         if method.kind == "mixture":

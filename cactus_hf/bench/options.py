@@ -12,10 +12,10 @@ from ..vllm_backend import TRANSFORMERS, add_backend, check_backend, is_vllm_alo
 DELTAS = (0.0, 0.5, 1.0)  # nats
 MIXTURE_WEIGHT = 0.5  # of the target
 MAX_NEW_TOKENS = 64
-KINDS = ("plain", "stock", "cactus", "mixture", "prompt-lookup", "auto", "economize", "flashspec")
+KINDS = ("plain", "stock", "cactus", "compiled", "mixture", "prompt-lookup", "auto", "economize", "flashspec")
 USUAL = ("plain", "stock", "cactus", "mixture", "auto", "economize", "flashspec")
 VLLM_KINDS = ("plain", "stock", "cactus", "mixture")
-SYNTHETIC = ("plain", "cactus", "auto")  # whose acceptance can be set
+SYNTHETIC = ("plain", "cactus", "compiled", "auto")  # whose acceptance can be set
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=KINDS,
         metavar="NAME",
-        help=f"some of {', '.join(KINDS)} (default: all but prompt-lookup; of other packages, those installed)",
+        help=f"some of {', '.join(KINDS)} (default: all but compiled and prompt-lookup; other packages if installed)",
     )
     add("--batch-sizes", nargs="+", type=count, default=[1], metavar="B", help="rows decoded together (default: 1)")
     add(
@@ -152,8 +152,8 @@ def _check_sampling(args: argparse.Namespace) -> None:
 
 def _check_methods(args: argparse.Namespace) -> None:
     named = args.methods or ()
-    if args.deltas and named and not {"cactus", "auto"} & set(named):
-        raise ValueError("--deltas is for the methods cactus and auto: add one of them to --methods.")
+    if args.deltas and named and not {"cactus", "compiled", "auto"} & set(named):
+        raise ValueError("--deltas is for the methods cactus, compiled and auto: add one of them to --methods.")
     if args.mixture_weight and named and "mixture" not in named:
         raise ValueError("--mixture-weight is for the method mixture: add it to --methods.")
     if args.mixture_weight == 1:
@@ -180,6 +180,6 @@ def chosen_kinds(args: argparse.Namespace) -> Sequence[str]:
         return tuple(dict.fromkeys(args.methods))
     if is_vllm_alone(args):
         return tuple(kind for kind in VLLM_KINDS if kind != "mixture" or not args.greedy)
-    kinds = SYNTHETIC if args.synthetic_acceptance is not None else USUAL
+    kinds = tuple(kind for kind in USUAL if args.synthetic_acceptance is None or kind in SYNTHETIC)
     is_out = {"mixture": args.greedy} | {name: bool(args.top_k) or not is_installed(name) for name in RIVALS}
     return tuple(kind for kind in kinds if not is_out.get(kind))

@@ -14,7 +14,7 @@ from .. import measuring
 from ..measuring import Counts, Speeds
 from . import memory, rivals
 from .forwards import BareForwards, Shape, behind_prompts, common_shapes, rounds_of
-from .methods import Call, Decoders, Method
+from .methods import UNSEEN, Call, Decoders, Method
 from .prompts import Batch
 
 
@@ -151,12 +151,15 @@ def _warm_up(
     """Runs the method once; the emitted KL, where it is known how to measure it and means something."""
     is_ours = method.kind not in ("plain", "stock", *rivals.RIVALS)
     has_kl = is_ours and decoders.options["do_sample"] and decoders.acceptance is None
+    if method.kind == "compiled":
+        torch.compiler.reset()  # it leaves a function uncompiled after a few shapes, which the last cell may have had
     if has_kl:  # it costs time, so no turn measures it
         calls = decoders.run(method, cell.batches, seed, is_timing=False, speculation_kl=True)
         sums = [(call.emitted_kl or 0.0) * call.counts.verified for call in calls if call.counts]
         num_verified = sum(call.counts.verified for call in calls if call.counts)
     else:
-        few = min(WARM_UP_TOKENS, decoders.options["max_new_tokens"])
+        wanted = decoders.options["max_new_tokens"]  # all of them, where each shape that comes up is compiled
+        few = wanted if method.kind == "compiled" else min(WARM_UP_TOKENS, wanted)
         decoders.run(method, cell.batches[:1], seed, is_timing=False, max_new_tokens=few)
     progress(method.kind)
     return sum(sums) / num_verified if has_kl and num_verified else None
@@ -186,15 +189,17 @@ def _sum_up(
         counts = Counts()
         for call in calls:
             counts = counts.plus(call.counts or Counts())
-    is_seen = method.kind != "economize"  # which runs layers, not the models' own `forward`
+    is_seen = method.kind not in UNSEEN
     rounds = [rounds_of(call.forwards) for call in timed] if is_seen else []
     durations = [each for call in rounds for each in call.durations]
     in_forwards = [each for call in rounds for each in call.in_forwards]
     least = [bare.least_seconds(call.forwards for call in turn.calls) for turn in turns]
     num_rounds = [sum(_num_target_passes(call) for call in turn.calls) for turn in turns]
+    shares = [seconds / turn.seconds for seconds, turn in zip(least, turns, strict=True)]
     beyond = [
         (turn.seconds - seconds) / max(1, count) for turn, seconds, count in zip(turns, least, num_rounds, strict=True)
     ]
+    is_compared = any(least)
     peaks = [turn.peak_memory for turn in turns if turn.peak_memory is not None]
     return Result(
         method,
@@ -205,8 +210,8 @@ def _sum_up(
         emitted_kl,
         1e3 * statistics.median(durations) if durations else None,
         1e3 * statistics.median(in_forwards) if durations else None,
-        1e3 * statistics.median(beyond),
-        statistics.median(seconds / turn.seconds for seconds, turn in zip(least, turns, strict=True)),
+        1e3 * statistics.median(beyond) if is_compared else None,
+        statistics.median(shares) if is_compared else None,
         _pass_times(calls, timed if is_seen else [], bare),
         max(peaks, default=None),
     )

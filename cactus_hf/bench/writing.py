@@ -104,7 +104,7 @@ def times_plain(result: Result, results: Sequence[Result]) -> float | None:
 
 def _ball_kl(result: Result, synthetic: float | None) -> float | None:
     """`None` where there is no such law, or it is not known."""
-    has_law = result.method.kind in ("cactus", "auto", "prompt-lookup") and synthetic is None
+    has_law = result.method.kind in ("cactus", "compiled", "auto", "prompt-lookup") and synthetic is None
     return result.counts.ball_kl if has_law and result.counts is not None else None
 
 
