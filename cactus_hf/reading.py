@@ -74,11 +74,13 @@ class Reader:
         prefill (`Callable`): runs token ids [B, P], of which `padding` [B] (on the CPU) are padded on the left,
             through the draft; returns the logits [B, V'] behind them, and the model holding them.
         text (`DraftText`): what there is to read.
-        sequences (`Sequences`): the prompts, which are read at once.
+        sequences (`Sequences`): the prompts.
         context (`int`, *optional*): most ids that the model can hold.
+        waits (`bool`): read the prompts with the first token behind them, once there are drafts to make: that spares
+            a pass, and the first token does not wait for it.
     """
 
-    model: CachedModel
+    model: CachedModel | None = None
     last_pass: tuple[Tensor, Tensor]  # ids [B, T], and slots [B] (on the CPU) of the first of them
     start: Tensor  # [B] on the CPU: position at which the model begins to read each row
     end: Tensor  # [B] on the CPU: positions read so far, drafts included
@@ -89,12 +91,16 @@ class Reader:
         text: DraftText,
         sequences: Sequences,
         context: int | None = None,
+        waits: bool = False,
     ):
         self.prefill, self.text, self.context = prefill, text, context
         length, _ = text.follow(sequences)
         self._move(torch.zeros_like(length))
-        self._move(self._start(length))
-        self._read_again(sequences, length)
+        if waits:
+            self.end = torch.zeros_like(length)
+        else:
+            self._move(self._start(length))
+            self._read_again(sequences, length)
 
     @property
     def step(self) -> int:
@@ -108,11 +114,10 @@ class Reader:
     def begin(self, sequences: Sequences, lengths: Tensor) -> Tensor:
         """Logits [B, V'] behind the committed text, to go on with `lengths` [B] drafts."""
         length, met = self.text.follow(sequences)
-        if self.context is not None:
-            end = length + lengths - 1  # the last draft is not read
-            if max(self._slots(end).tolist()) > self.context:
-                self._move(self._start(end))
-                return self._read_again(sequences, length)
+        end = length + lengths - 1  # the last draft is not read
+        if self.model is None or self.context is not None and max(self._slots(end).tolist()) > self.context:
+            self._move(self._start(end))
+            return self._read_again(sequences, length)
         # Rows that need fewer ids than others see some again, which rewrites the same states. A row that is too short
         # for that reads on behind its end, where the drafts will overwrite what it leaves.
         unseen = max(1, *(length - torch.minimum(met, self.end)).tolist())
@@ -136,12 +141,14 @@ class Reader:
         self._score(*self.last_pass)
 
     def _score(self, ids: Tensor, first: Tensor) -> Tensor:
+        assert self.model is not None
         self.last_pass = ids, first
         return self.model.score(ids, first)
 
     def keep(self, index: Tensor) -> None:
         """Go on with the rows `index` (on the CPU) only."""
-        self.model.keep(index)
+        if self.model is not None:
+            self.model.keep(index)
         self.start, self.end = self.start[index], self.end[index]
 
     def _move(self, start: Tensor) -> None:

@@ -141,7 +141,10 @@ class Sources:
             logits, last = prefilled(draft, own_prompts, self.config, context=longest, ranks=ranks, before=last)
             return logits, last
 
-        reader = Reader(prefill, text, sequences, context)
+        # A model whose rows may turn out not to share a cache is tried before anything is decoded; inputs beside the
+        # text are those of the prompts; and the rounds of a schedule that times them are not to have it in one of them
+        is_timed = self.length.schedule == "auto" and self.length.costs is None
+        reader = Reader(prefill, text, sequences, context, waits=draft.is_tested and not inputs and not is_timed)
         return DraftModel(
             reader, processors.for_draft(), bool(self.config.do_sample), self.length.confidence_threshold, ranks
         )

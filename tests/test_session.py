@@ -168,6 +168,28 @@ class TestStreaming:
         assert torch.cat(blocks).tolist() == sequences[0, 3:].tolist()
         assert len(blocks[0]) == 1, "the first token does not wait for drafts"
 
+    @pytest.mark.parametrize("schedule, is_early", [("constant", False), ("auto", True)])
+    def test_the_first_token_does_not_wait_for_the_draft_to_read(self, pair, schedule, is_early):
+        """Unless rounds are timed: none of them is to hold the reading."""
+        streamer, reads = Collecting(), []
+
+        def note(module, args, kwargs):
+            reads.append((len(streamer.puts), kwargs["input_ids"].shape[1]))
+
+        hook = pair[1].register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            self.stream(pair, streamer, num_assistant_tokens_schedule=schedule, eos_token_id=None)
+            first, width = reads[0]
+            assert (first, width) == ((1, 3) if is_early else (2, 4)), (
+                "it reads the prompt, with the first token if late"
+            )
+            assert all(each < width for _, each in reads[1:])
+            reads.clear()
+            self.stream(pair, None, num_assistant_tokens_schedule=schedule, max_new_tokens=1)
+            assert bool(reads) == is_early, "a text of one token needs no draft"
+        finally:
+            hook.remove()
+
     def test_nothing_behind_the_end(self, pair):
         greedy = {"do_sample": False, "eos_token_id": None}
         end = int(self.stream(pair, None, **greedy)[0, 8])
