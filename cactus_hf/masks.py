@@ -52,7 +52,7 @@ def attention_mask(
 def _visible(pattern: Pattern, slots: Slots) -> Tensor:
     if slots.num_tokens == 1 and slots.rows is None and pattern.kind == "full":  # a step of drafting
         return slots.positions.new_ones((len(slots.positions), 1, 1, slots.width), dtype=torch.bool)
-    query = slots.positions[:, None, :, None]  # [B, 1, T, 1]
+    query = slots.positions.view(-1, 1, slots.num_tokens, 1)
     slot = torch.arange(slots.width, device=query.device)
     visible = slot <= query
     if pattern.kind == "sliding":

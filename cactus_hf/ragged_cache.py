@@ -8,6 +8,7 @@ nothing: the next pass simply writes at an earlier slot, and what is left behind
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class Slots(NamedTuple):
         if num_tokens > 1:
             positions = positions + torch.arange(num_tokens)
         lowest, highest = min(ends), max(ends)
-        rows = None if lowest == highest else torch.arange(len(ends), device=device)[:, None]
+        rows = None if lowest == highest else _row_numbers(len(ends), device)
         return cls(rows, positions.to(device, non_blocking=True), num_tokens, lowest, highest)
 
     def beside_longer(self, ahead: int) -> Slots:
@@ -57,6 +58,12 @@ class Slots(NamedTuple):
     def width(self) -> int:
         """Slots in use once these tokens are written."""
         return self.highest + self.num_tokens
+
+
+@functools.lru_cache(maxsize=16)
+def _row_numbers(num_rows: int, device: torch.device) -> Tensor:
+    """[num_rows, 1]; every pass of a batch asks for it."""
+    return torch.arange(num_rows, device=device)[:, None]
 
 
 class Place:
