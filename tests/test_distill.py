@@ -185,6 +185,11 @@ def test_the_command_from_sampling_to_a_better_draft(target, tokenizer, tmp_path
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     progress = [line["dev_acceptance"] for line in lines if "dev_acceptance" in line]
     assert progress[-1] > progress[0] + 0.02
+    again = [*train_command, "--out", str(tmp_path / "again.safetensors"), "--start", draft, "--steps", "1"]
+    distill.main(again)
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["dev_acceptance"] > progress[-1] - 0.01
+    with pytest.raises(ValueError, match="has 1 layers, and 2 are asked for"):
+        distill.main([*again, "--layers", "0,1"])
     distill.main(["average", "--target", model, draft, draft, "--out", str(tmp_path / "mean.safetensors")])
     parts = [trained_parts(load_draft(target, tmp_path / name)) for name in ("draft.safetensors", "mean.safetensors")]
     for name, parameter in parts[0].items():

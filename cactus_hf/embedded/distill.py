@@ -7,11 +7,14 @@ went on separately, `evaluate` measures how often the target would keep the draf
     cactus-hf distill train --data shards --out one.safetensors
     cactus-hf distill evaluate --draft one.safetensors --prompts questions.jsonl
 
-The draft of SmolLM2-135M-Instruct that ships with this package (from layers 0, 1, 2, 28 and 29) comes from 837,000
-tokens, 19 shards of `--written-share 0 --opening-share 0.5` and 4 of `--given-share 0 --written-share 0.9
---opening-share 0.05`, and 4,300 updates. From update 2,900 on two copies of the state went on apart, with different
-`--seed`, and were averaged. Two shared CPU cores took two hours. The defaults are those of that run, with its two
-kinds of shards mixed.
+The draft of SmolLM2-135M-Instruct that ships with this package (from layers 0, 1, 2, 28 and 29) was made in two runs,
+each with the last fifth to third of the updates made twice, on copies of the state with different `--seed`, and
+averaged. The first had 837,000 tokens, 19 shards of `--written-share 0 --opening-share 0.5` and 4 of `--given-share 0
+--written-share 0.9 --opening-share 0.05`, and 4,300 updates; the defaults are its own, with its two kinds of shards
+mixed. The second went on from there (`--start`) with NEW_TOKENS new tokens, 6 shards of `--given-share 0
+--written-share 0.5` and 13 of `--given-share 0 --written-share 0.6 --opening-share 0.25 --answer-len 256 --slots 480`,
+and half of the old ones, for NEW_UPDATES updates of `--learning-rate 7e-4 --warmup 0.03 --decay-from 0.4
+--acceptance-from -0.3 --acceptance-ramp 0.6 --hidden-weight 0`. Two shared CPU cores took three and a half hours.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..json_lines import read_lines
-from .draft import SHIPPED_DRAFT, average_drafts, load_draft, save_draft, trained_parts
+from .draft import SHIPPED_DRAFT, average_drafts, copy_trained, load_draft, save_draft, trained_parts
 from .evaluation import acceptance, sample_answers
 from .options import add_options, read_options
 from .pair import load_target
@@ -56,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = learn.add_argument
     add("--data", type=Path, required=True, help="folder written by `sample`, which may still be running")
     add("--out", type=Path, required=True, help="file to write; beside it, as .state, all that is needed to go on")
+    add("--start", type=Path, help="draft to begin with (default: layers of the target); a .state goes first")
     add("--kept-ids", type=int, default=16384, help="token ids in the draft's head" + shown)
     add("--dev-conversations", type=int, default=32, help="conversations held out for progress figures" + shown)
     add("--report-seconds", type=float, default=300, help="seconds between them" + shown)
@@ -157,6 +161,8 @@ def run_train(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreT
     torch.manual_seed(config.seed)
     ranked = rank_ids(shards[1:], head, config.temperature)
     draft = start_draft(target, config.layers, ranked[: args.kept_ids].sort().values)
+    if args.start:
+        copy_trained(load_draft(target, args.start), draft)
     averaged = start_draft(target, config.layers, draft.kept_ids)
     stream = Stream(args.data, {held_out.name}, template.prefix, template.stop, config)
     trainer = Trainer(draft, config)

@@ -128,6 +128,19 @@ def load_draft(target: PreTrainedModel, path: str | Path = SHIPPED_DRAFT) -> Lla
     return draft
 
 
+def copy_trained(source: LlamaForCausalLM, into: LlamaForCausalLM) -> None:
+    """Copies the trained parts of one draft to another of as many layers."""
+    found, wanted = (draft.config.num_hidden_layers for draft in (source, into))
+    if found != wanted:
+        raise ValueError(
+            f"The draft to begin with has {found} layers, and {wanted} are asked for: give as many `--layers`."
+        )
+    own = trained_parts(source)
+    with torch.no_grad():
+        for name, parameter in trained_parts(into).items():
+            parameter.copy_(own[name])
+
+
 def average_drafts(target: PreTrainedModel, paths: list[Path], out: Path) -> None:
     """Writes the mean of drafts that come from one run, each trained on alone from some point on."""
     drafts = [load_draft(target, path) for path in paths]
