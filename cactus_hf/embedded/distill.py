@@ -11,9 +11,9 @@ The draft of SmolLM2-135M-Instruct that ships with this package (from layers 0, 
 each with the last fifth to third of the updates made twice, on copies of the state with different `--seed`, and
 averaged. The first had 837,000 tokens, 19 shards of `--written-share 0 --opening-share 0.5` and 4 of `--given-share 0
 --written-share 0.9 --opening-share 0.05`, and 4,300 updates; the defaults are its own, with its two kinds of shards
-mixed. The second went on from there (`--start`) with NEW_TOKENS new tokens, 6 shards of `--given-share 0
+mixed. The second went on from there (`--start`) with 972,000 new tokens, 6 shards of `--given-share 0
 --written-share 0.5` and 13 of `--given-share 0 --written-share 0.6 --opening-share 0.25 --answer-len 256 --slots 480`,
-and half of the old ones, for NEW_UPDATES updates of `--learning-rate 7e-4 --warmup 0.03 --decay-from 0.4
+and 514,000 of the old ones, for 4,500 updates of `--learning-rate 7e-4 --warmup 0.03 --decay-from 0.4
 --acceptance-from -0.3 --acceptance-ramp 0.6 --hidden-weight 0`. Two shared CPU cores took three and a half hours.
 """
 
