@@ -30,7 +30,7 @@ from .shards import Batch, Sample, collate, read_shard
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Options of a training run (`cactus-hf distill train --help`); the defaults made the shipped draft."""
+    """Options of a training run (`cactus-hf distill train --help`), by default those of the shipped draft's first."""
 
     layers: tuple[int, ...] = option((0, 1, 2, 28, 29), "layers of the target that the draft starts from, in order")
     steps: int = option(4300, "updates; learning rate and losses follow the share of them that is done")
