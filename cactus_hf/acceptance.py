@@ -172,7 +172,7 @@ class Cactus(AcceptanceRule):
 
     @property
     def _is_lossless(self) -> bool:
-        """Whether it is known without a look at a tensor that nothing is raised, which saves a tenth of a round."""
+        """Whether it is known, without a look at a tensor, that nothing is raised: that spares operations."""
         return not isinstance(self.delta, Tensor) and self.delta == 0
 
     def __repr__(self) -> str:
