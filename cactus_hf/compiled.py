@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from .cached_model import RaggedModel
-from .ragged_cache import Slots
+from .ragged_cache import Slots, row_numbers
 
 
 SPARE = 32  # slots behind the longest row, for rows that are filled up to the drafts of others, and for ended ones
@@ -80,8 +80,7 @@ class CompiledModel(RaggedModel):
         filled = tokens.new_zeros(self.num_rows, width)  # of one memory layout, which compiled passes mind
         filled[rows, :num_tokens] = tokens
         # Bounds that say nothing of the rows, as whatever a compiled pass sees of them would compile it anew
-        every = torch.arange(self.num_rows, device=tokens.device)[:, None]
-        whole = Slots(every, positions, width, 0, self.capacity - width)
+        whole = Slots(row_numbers(self.num_rows, tokens.device), positions, width, 0, self.capacity - width)
         torch.compiler.cudagraph_mark_step_begin()
         logits = self._score_at(filled, whole, self.forward)
         # A copy: the next replay overwrites what the graph returned

@@ -46,12 +46,12 @@ class Slots(NamedTuple):
         if num_tokens > 1:
             positions = positions + torch.arange(num_tokens)
         lowest, highest = min(ends), max(ends)
-        rows = None if lowest == highest else _row_numbers(len(ends), device)
+        rows = None if lowest == highest else row_numbers(len(ends), device)
         return cls(rows, positions.to(device, non_blocking=True), num_tokens, lowest, highest)
 
     def beside_longer(self, ahead: int) -> Slots:
         """The same, as if there were another row `ahead` slots further on."""
-        rows = torch.arange(len(self.positions), device=self.positions.device)[:, None]
+        rows = row_numbers(len(self.positions), self.positions.device)
         return self._replace(rows=rows, highest=self.highest + ahead)
 
     @property
@@ -61,7 +61,7 @@ class Slots(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _row_numbers(num_rows: int, device: torch.device) -> Tensor:
+def row_numbers(num_rows: int, device: torch.device) -> Tensor:
     """[num_rows, 1]; every pass of a batch asks for it."""
     return torch.arange(num_rows, device=device)[:, None]
 

@@ -211,14 +211,14 @@ def _cells(
 
 def _methods(args: argparse.Namespace, kinds: Sequence[str], backend: str) -> list[Method]:
     """Those of a kind with several settings next to one another."""
-    from .methods import NO_LENGTH, WITH_DELTA, Method
+    from .methods import NO_LENGTH, Method
 
     is_one_rule = args.greedy or args.synthetic_acceptance is not None
     deltas = (None,) if is_one_rule else tuple(dict.fromkeys(args.deltas or options.DELTAS))
     methods = []
     for kind in kinds:
         lengths = (None,) if kind in NO_LENGTH else tuple(dict.fromkeys(args.num_assistant_tokens))
-        for delta in deltas if kind in WITH_DELTA else (None,):
+        for delta in deltas if kind in options.WITH_DELTA else (None,):
             methods += [Method(kind, length, delta, backend) for length in lengths]
     return methods
 

@@ -22,7 +22,6 @@ from .rivals import Sampling
 from .synthetic import AcceptByLot
 
 
-WITH_DELTA = ("cactus", "compiled", "auto")
 ONE_ROW = ("stock", "flashspec")  # take no batch; flashspec takes one, but no rows of unequal lengths
 UNSEEN = ("compiled", "economize")  # passes that hooks do not see: torch traces through them, or they run layers
 NO_LENGTH = ("plain", "auto")  # have no number of drafts a round to set

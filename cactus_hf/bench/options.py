@@ -15,6 +15,7 @@ MAX_NEW_TOKENS = 64
 KINDS = ("plain", "stock", "cactus", "compiled", "mixture", "prompt-lookup", "auto", "economize", "flashspec")
 USUAL = ("plain", "stock", "cactus", "mixture", "auto", "economize", "flashspec")
 VLLM_KINDS = ("plain", "stock", "cactus", "mixture")
+WITH_DELTA = ("cactus", "compiled", "auto")
 SYNTHETIC = ("plain", "cactus", "compiled", "auto")  # whose acceptance can be set
 
 
@@ -152,8 +153,8 @@ def _check_sampling(args: argparse.Namespace) -> None:
 
 def _check_methods(args: argparse.Namespace) -> None:
     named = args.methods or ()
-    if args.deltas and named and not {"cactus", "compiled", "auto"} & set(named):
-        raise ValueError("--deltas is for the methods cactus, compiled and auto: add one of them to --methods.")
+    if args.deltas and named and not set(WITH_DELTA) & set(named):
+        raise ValueError(f"--deltas is for the methods {', '.join(WITH_DELTA)}: add one of them to --methods.")
     if args.mixture_weight and named and "mixture" not in named:
         raise ValueError("--mixture-weight is for the method mixture: add it to --methods.")
     if args.mixture_weight == 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..plotting.style import picture
 from ..report import aligned, json_number
 from .methods import Method
+from .options import WITH_DELTA
 from .running import Cell, Result
 
 
@@ -104,7 +105,7 @@ def times_plain(result: Result, results: Sequence[Result]) -> float | None:
 
 def _ball_kl(result: Result, synthetic: float | None) -> float | None:
     """`None` where there is no such law, or it is not known."""
-    has_law = result.method.kind in ("cactus", "compiled", "auto", "prompt-lookup") and synthetic is None
+    has_law = result.method.kind in (*WITH_DELTA, "prompt-lookup") and synthetic is None
     return result.counts.ball_kl if has_law and result.counts is not None else None
 
 

@@ -11,10 +11,10 @@ The draft of SmolLM2-135M-Instruct that ships with this package (from layers 0, 
 each with the last fifth to third of the updates made twice, on copies of the state with different `--seed`, and
 averaged. The first had 837,000 tokens, 19 shards of `--written-share 0 --opening-share 0.5` and 4 of `--given-share 0
 --written-share 0.9 --opening-share 0.05`, and 4,300 updates; the defaults are its own, with its two kinds of shards
-mixed. The second went on from there (`--start`) with 972,000 new tokens, 6 shards of `--given-share 0
---written-share 0.5` and 13 of `--given-share 0 --written-share 0.6 --opening-share 0.25 --answer-len 256 --slots 480`,
-and 514,000 of the old ones, for 4,500 updates of `--learning-rate 7e-4 --warmup 0.03 --decay-from 0.4
---acceptance-from -0.3 --acceptance-ramp 0.6 --hidden-weight 0`. Two shared CPU cores took three and a half hours.
+mixed. The second went on from there (`--start`, and the optimiser's state) with 972,000 new tokens, 6 shards of
+`--given-share 0 --written-share 0.5` and 13 of `--given-share 0 --written-share 0.6 --opening-share 0.25 --answer-len
+256 --slots 480`, and 514,000 of the old ones, for 4,500 updates of `--learning-rate 7e-4 --warmup 0.03 --decay-from
+0.4 --acceptance-from -0.3 --acceptance-ramp 0.6 --hidden-weight 0`. Two shared CPU cores took three and a half hours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..json_lines import read_lines
-from .draft import SHIPPED_DRAFT, average_drafts, copy_trained, load_draft, save_draft, trained_parts
+from .draft import SHIPPED_DRAFT, average_drafts, load_draft, save_draft, set_trained, trained_parts
 from .evaluation import acceptance, sample_answers
 from .options import add_options, read_options
 from .pair import load_target
@@ -155,14 +155,20 @@ def run_train(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreT
             f"{args.data} holds {len(shards)} shards; at least 2 are needed, of which the first is held out. "
             "Run `cactus-hf distill sample`."
         )
+    start = load_draft(target, args.start) if args.start else None
+    if start is not None and start.config.num_hidden_layers != len(config.layers):
+        raise ValueError(
+            f"The draft to begin with has {start.config.num_hidden_layers} layers, and {len(config.layers)} are asked "
+            "for: give as many `--layers`."
+        )
     held_out = shards[0]
     dev = [sample for sample in read_shard(held_out) if len(sample.tokens) > 1][: args.dev_conversations]
     head = target.get_output_embeddings().weight.detach()
     torch.manual_seed(config.seed)
     ranked = rank_ids(shards[1:], head, config.temperature)
     draft = start_draft(target, config.layers, ranked[: args.kept_ids].sort().values)
-    if args.start:
-        copy_trained(load_draft(target, args.start), draft)
+    if start is not None:
+        set_trained(draft, trained_parts(start))
     averaged = start_draft(target, config.layers, draft.kept_ids)
     stream = Stream(args.data, {held_out.name}, template.prefix, template.stop, config)
     trainer = Trainer(draft, config)
@@ -176,9 +182,7 @@ def run_train(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreT
         visited += figures.pop("tokens", 0)
         if not is_last and time.monotonic() - reported < args.report_seconds:
             return
-        with torch.no_grad():
-            for name, parameter in trained_parts(averaged).items():
-                parameter.copy_(trainer.average[name])
+        set_trained(averaged, trainer.average)
         kept = dev_acceptance(averaged, dev, template.prefix, template.stop, config.temperature)
         figures |= {"dev_acceptance": kept, "tokens_visited": visited, "shards": len(stream.visits)}
         save_draft(averaged, args.out, metadata={"layers": list(config.layers), **figures})

@@ -11,6 +11,7 @@ Letters: K kept ids, V vocabulary.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -128,25 +129,18 @@ def load_draft(target: PreTrainedModel, path: str | Path = SHIPPED_DRAFT) -> Lla
     return draft
 
 
-def copy_trained(source: LlamaForCausalLM, into: LlamaForCausalLM) -> None:
-    """Copies the trained parts of one draft to another of as many layers."""
-    found, wanted = (draft.config.num_hidden_layers for draft in (source, into))
-    if found != wanted:
-        raise ValueError(
-            f"The draft to begin with has {found} layers, and {wanted} are asked for: give as many `--layers`."
-        )
-    own = trained_parts(source)
+def set_trained(draft: LlamaForCausalLM, values: Mapping[str, Tensor]) -> None:
+    """Overwrites the trained parts by `values`, by name."""
     with torch.no_grad():
-        for name, parameter in trained_parts(into).items():
-            parameter.copy_(own[name])
+        for name, parameter in trained_parts(draft).items():
+            parameter.copy_(values[name])
 
 
 def average_drafts(target: PreTrainedModel, paths: list[Path], out: Path) -> None:
     """Writes the mean of drafts that come from one run, each trained on alone from some point on."""
     drafts = [load_draft(target, path) for path in paths]
-    with torch.no_grad():
-        for name, parameter in trained_parts(drafts[0]).items():
-            parameter.copy_(torch.stack([trained_parts(draft)[name] for draft in drafts]).mean(0))
+    parts = [trained_parts(draft) for draft in drafts]
+    set_trained(drafts[0], {name: torch.stack([own[name] for own in parts]).mean(0) for name in parts[0]})
     save_draft(drafts[0], out, metadata={"averaged": len(drafts)})
 
 
